@@ -1,0 +1,167 @@
+"""What crosses the process boundary: experiments go in, outcomes come out, all plain data.
+
+The parent (pytest, command line) never holds a model; the worker never judges. Numbers that are
+not finite travel as the strings "NaN", "Infinity" and "-Infinity", so every line is strict JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from replay_lib.patch import LOSS_ONLY_SEAMS, Seam
+
+Fidelity = Literal["full", "folded", "reduced"]
+OldLogprobs = Literal["stored", "carried"]
+
+
+class Frozen(BaseModel):
+    """Strict, frozen, keyword-only: an unknown key is an error that names it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+class MitigationCall(Frozen):
+    """A mitigation by slug, or a user's own by ``module:function``, with its parameters."""
+
+    slug: str
+    params: dict[str, Any] = Field(default_factory=dict)
+
+    def label(self) -> str:
+        """``slug`` or ``slug:name=value,...``, as it is written on a command line."""
+        inside = ",".join(f"{k}={v}" for k, v in sorted(self.params.items()))
+        return f"{self.slug}:{inside}" if inside else self.slug
+
+
+class Experiment(Frozen):
+    """One replay under a list of mitigations; the empty list is the baseline.
+
+    ``against`` names another list of mitigations that this one is compared with, where the
+    comparison is a controlled one; by default that is the baseline.
+    """
+
+    mitigations: tuple[MitigationCall, ...] = ()
+    against: tuple[MitigationCall, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """``baseline`` or the mitigations' labels joined by ``+``."""
+        return "+".join(m.label() for m in self.mitigations) or "baseline"
+
+    @classmethod
+    def baseline(cls) -> Experiment:
+        """The replay with nothing changed."""
+        return cls()
+
+    @classmethod
+    def parse(cls, text: str, against: str = "baseline") -> Experiment:
+        """From ``a``, ``a+b``, ``a:name=value,name=value+b`` or ``baseline``."""
+        return cls(mitigations=parse_calls(text), against=parse_calls(against))
+
+
+def parse_calls(text: str) -> tuple[MitigationCall, ...]:
+    """Mitigation calls from the way they are written on a command line."""
+    if text.strip() in ("", "baseline"):
+        return ()
+    return tuple(_parse_call(part.strip()) for part in text.split("+"))
+
+
+def _parse_call(text: str) -> MitigationCall:
+    import yaml
+
+    head, *rest = text.split(":")
+    # module:function has no "=" after its first colon; parameters always have one
+    if rest and "=" not in rest[0]:
+        head, rest = f"{head}:{rest[0]}", rest[1:]
+    params: dict[str, Any] = {}
+    for item in filter(None, ":".join(rest).split(",")):
+        name, _, value = item.partition("=")
+        params[name.strip()] = yaml.safe_load(value)
+    return MitigationCall(slug=head, params=params)
+
+
+class Retained(Frozen):
+    """Share of the signal that a mitigation keeps: sum of min(|c'|, |c|) over sum of |c|.
+
+    Taken over loss tokens for c = 1 (``tokens``), |advantage x policy weight| (``advantage``) and
+    |dLoss/dlogprob| (``dloss_dlogprob``); a share is NaN where its baseline sum is zero.
+    """
+
+    tokens: float
+    advantage: float
+    dloss_dlogprob: float
+
+    @property
+    def smallest(self) -> float:
+        """The share that counts; NaN if any is NaN."""
+        shares = (self.tokens, self.advantage, self.dloss_dlogprob)
+        return float("nan") if any(s != s for s in shares) else min(shares)
+
+
+class Outcome(Frozen):
+    """What one replay gave. Norms are L2 over all parameters, each once, before clipping.
+
+    ``grad_norm_preclip_carried`` is the norm with carried old log-probabilities (stored + current
+    patched - current baseline), measured only where a patch changes the forward pass.
+    ``param_norms`` are per-parameter norms by Megatron's names. ``touched`` counts, for each seam
+    used, how many elements, fields or (token, layer) pairs the patches changed.
+    ``nonfinite`` names what was not finite, first things first (empty: everything was finite).
+    """
+
+    experiment: Experiment
+    grad_norm_preclip: float
+    grad_norm_preclip_carried: float | None = None
+    digest: str
+    loss: float
+    denominator: float
+    param_norms: dict[str, float]
+    touched: dict[Seam, int]
+    retained: Retained | None = None
+    retained_carried: Retained | None = None
+    nonfinite: tuple[str, ...] = ()
+    shared_forward: bool = False
+    seconds: float
+
+
+class SessionInfo(Frozen):
+    """What a session runs on, told once when it is open.
+
+    ``dp_ranks`` are the recorded data-parallel ranks that are replayed, ``dp_recorded`` their
+    number in the run. ``layout`` is how many ranks replay. ``seconds`` splits the start
+    (imports, model, weights). ``deterministic`` says that deterministic algorithms are on.
+    """
+
+    snapshot: str
+    step: int
+    fidelity: Fidelity
+    dp_ranks: tuple[int, ...]
+    dp_recorded: int
+    layout: dict[str, int]
+    device: str
+    dtype: str
+    deterministic: bool
+    parameters: int
+    versions: dict[str, str]
+    seconds: dict[str, float]
+    notes: tuple[str, ...] = ()
+
+
+def is_loss_only(seams: Sequence[Seam]) -> bool:
+    """Whether patches at these seams leave the forward pass as it is."""
+    return all(s in LOSS_ONLY_SEAMS for s in seams)
+
+
+class Engine(Protocol):
+    """What replays experiments; ``ReplaySession`` is the built-in one."""
+
+    info: SessionInfo
+
+    def run_many(self, experiments: Sequence[Experiment]) -> Iterator[Outcome]:
+        """Outcomes in the order of ``experiments``, each as soon as it is known."""
+        ...
+
+    def close(self) -> None:
+        """End the worker; safe to call twice."""
+        ...

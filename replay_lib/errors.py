@@ -1,0 +1,116 @@
+"""Every error this library raises on purpose.
+
+    SpikeReplayError
+    ├── SnapshotError              a snapshot on disk cannot be used as it is
+    │   ├── IncompleteSnapshotError    a file is missing or cut short
+    │   └── UnsafePickleError          a pickle asks for a global that is not on the allow-list
+    ├── UnsupportedModelError      the saved model has a field that this engine does not model
+    ├── WeightsError               checkpoint and model disagree about their parameters
+    ├── BatchError                 a batch or its routes have the wrong shape, range or columns
+    ├── SettingsError              a loss setting is unknown, out of range or contradicts another
+    ├── PatchError                 a mitigation is unknown, has wrong parameters or broke its seam
+    ├── CaseError                  a case.yaml is malformed or points nowhere
+    ├── EngineError                the worker process failed, died, hung or ran out of memory
+    └── UsageError                 a command was called with something it cannot take
+
+Each has a stable ``code`` (used in JSON output) and an ``exit_code`` (used by the command line).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class SpikeReplayError(Exception):
+    """Base of all errors of this library; its text is meant to be read by a user."""
+
+    code = "error"
+    exit_code = 1
+
+
+class SnapshotError(SpikeReplayError):
+    """A snapshot on disk cannot be used as it is."""
+
+    code = "snapshot"
+    exit_code = 3
+
+
+class IncompleteSnapshotError(SnapshotError):
+    """A file of the snapshot is missing or cut short (ranks write without a barrier)."""
+
+    code = "snapshot_incomplete"
+
+
+class UnsafePickleError(SnapshotError):
+    """A pickle asks for a global that is not on the allow-list; nothing of it was run."""
+
+    code = "snapshot_unsafe"
+
+
+class UnsupportedModelError(SpikeReplayError):
+    """The saved model has a field that this engine does not model."""
+
+    code = "model_unsupported"
+    exit_code = 4
+
+
+class WeightsError(SpikeReplayError):
+    """Checkpoint and model disagree about names or shapes of their parameters."""
+
+    code = "weights"
+    exit_code = 4
+
+
+class BatchError(SpikeReplayError):
+    """A batch or its routes have the wrong shape, range or columns."""
+
+    code = "batch"
+    exit_code = 4
+
+
+class SettingsError(SpikeReplayError):
+    """A loss setting is unknown, out of range or contradicts another one."""
+
+    code = "settings"
+    exit_code = 4
+
+
+class PatchError(SpikeReplayError):
+    """A mitigation is unknown, has wrong parameters or broke the contract of its seam."""
+
+    code = "patch"
+    exit_code = 5
+
+
+class CaseError(SpikeReplayError):
+    """A case.yaml is malformed or points to something that is not there."""
+
+    code = "case"
+    exit_code = 3
+
+
+class EngineError(SpikeReplayError):
+    """The worker process failed, died, hung or ran out of memory."""
+
+    code = "engine"
+    exit_code = 6
+
+
+class UsageError(SpikeReplayError):
+    """A command was called with something it cannot take."""
+
+    code = "usage"
+    exit_code = 2
+
+
+def fault(
+    where: str | Path, field: str | None, found: str, expected: str, then: str | None = None
+) -> str:
+    """Compose the one text that every error about an input has.
+
+    ``where`` is the file (or object), ``field`` the place in it, then what was found, what was
+    expected, and what the reader can do about it.
+    """
+    place = f"{where}: {field}" if field else f"{where}"
+    text = f"{place}: found {found}, expected {expected}"
+    return f"{text}. {then}" if then else text

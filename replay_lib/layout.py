@@ -1,0 +1,59 @@
+"""Names of files and directories. No other module spells a path of a snapshot.
+
+Source: AXRL's ``MegatronWorker._snapshot_spike_debug_info`` and Megatron-Core's ``torch_dist``
+checkpoint format.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+SNAPSHOT_ROOT = "spike_snapshots"
+PRESERVED_ROOT = "spike_snapshots-active"
+
+AXRL_METADATA = "axrl_metadata.json"
+MEGATRON_METADATA = "metadata.json"  # legacy snapshots hold AXRL's metadata under this name
+WORKER_CONFIG = "megatron_worker_config.json"
+RUN_CONFIG = "run_config.yaml"
+TRAINER = "trainer.pt"
+DCP_METADATA = ".metadata"
+COMMON = "common.pt"
+TRAIN_STATE = "train_state.pt"
+
+CASE_FILE = "case.yaml"
+
+_ITER = re.compile(r"^iter_(\d{7,})$")
+_RANK_FILE = re.compile(r"^(batch|routing_payload|grad_info)_rank(\d+)\.pt$")
+
+
+def iter_dir(step: int) -> str:
+    """Name of the snapshot directory of ``step`` (a trainer's global step, >= 0)."""
+    return f"iter_{step:07d}"
+
+
+def step_of(directory: Path) -> int | None:
+    """Step that a directory's name states, or None if it is not a snapshot's name."""
+    match = _ITER.match(directory.name)
+    return int(match.group(1)) if match else None
+
+
+def batch_file(rank: int) -> str:
+    """Batch of global rank ``rank``."""
+    return f"batch_rank{rank}.pt"
+
+
+def routing_file(rank: int) -> str:
+    """Routing payload of global rank ``rank``; absent where its batch has no handles."""
+    return f"routing_payload_rank{rank}.pt"
+
+
+def grad_info_file(rank: int) -> str:
+    """Per-parameter figures of global rank ``rank``; absent if the trainer did not save them."""
+    return f"grad_info_rank{rank}.pt"
+
+
+def rank_file(path: Path) -> tuple[str, int] | None:
+    """``(kind, global rank)`` of a per-rank file, or None for any other file."""
+    match = _RANK_FILE.match(path.name)
+    return (match.group(1), int(match.group(2))) if match else None

@@ -1,0 +1,164 @@
+"""What a mitigation may touch, and in which order.
+
+A mitigation is a function with keyword parameters that returns one patch or several. A patch is
+a pure function at one seam: it gets the present value and returns the next one, so there is
+nothing to undo. The engine applies seams in the order of :class:`Seam`, and inside a seam in the
+order written; it compares before with after and reports what was touched.
+
+This module imports no torch: listing methods stays fast.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from replay_lib.errors import PatchError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from replay_lib.batch import RankBatch
+    from replay_lib.loss.settings import GrpoSettings
+
+
+class Seam(enum.StrEnum):
+    """Where a patch acts, in the order in which seams are applied."""
+
+    WEIGHTS = "weights"
+    MODEL = "model"
+    ROUTING = "routing"
+    BATCH = "batch"
+    SETTINGS = "settings"
+    TOKEN_WEIGHTS = "token_weights"
+
+
+#: Seams that leave the forward pass as it is: such experiments share one kept forward.
+LOSS_ONLY_SEAMS = frozenset({Seam.BATCH, Seam.SETTINGS, Seam.TOKEN_WEIGHTS})
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change at one seam; ``apply`` has the signature of its seam (see the builders below)."""
+
+    seam: Seam
+    apply: Callable[..., Any]
+
+
+def weights_patch(apply: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> Patch:
+    """Replace parameters: gets all by name, returns the changed ones (same shape and dtype)."""
+    return Patch(Seam.WEIGHTS, apply)
+
+
+def model_patch(**fields: Any) -> Patch:
+    """Set fields of the model's Megatron configuration, e.g. ``moe_router_dtype="fp64"``."""
+    return Patch(Seam.MODEL, lambda _present: dict(fields))
+
+
+def routing_patch(apply: Callable[[Tensor, RankBatch], Tensor]) -> Patch:
+    """Choose where saved routes are forced.
+
+    ``apply(replayed_BTL, batch)`` gets a bool tensor ``[B, T, L]`` (true: the saved experts are
+    forced for this token in this MoE layer, L counting MoE layers only) and returns the next one.
+    """
+    return Patch(Seam.ROUTING, apply)
+
+
+def batch_patch(apply: Callable[[RankBatch], RankBatch]) -> Patch:
+    """Change loss columns of one recorded data-parallel rank's batch.
+
+    It may change what the loss reads (advantage, loss_mask, log-probabilities, turns), never the
+    tokens that the model reads: that would be another step, and the engine refuses it.
+    """
+    return Patch(Seam.BATCH, apply)
+
+
+def settings_patch(**fields: Any) -> Patch:
+    """Set loss settings by AXRL's field names, e.g. ``mismatch_token_clip_max=2.0``."""
+
+    def apply(settings: GrpoSettings) -> GrpoSettings:
+        return settings.replace(**fields)
+
+    return Patch(Seam.SETTINGS, apply)
+
+
+def token_weights_patch(apply: Callable[[Tensor, RankBatch, Tensor], Tensor]) -> Patch:
+    """Multiply the policy loss by a weight a token.
+
+    ``apply(weight_BT, rows, logprob_BT)`` gets the weights so far (float32, ones at first), the
+    rows of one micro-batch as the trainer split them, and the current log-probabilities
+    (detached), and returns the next weights. Denominators are not touched.
+    """
+    return Patch(Seam.TOKEN_WEIGHTS, apply)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mitigation:
+    """A named, parametrized method. ``build(**params)`` gives its patches."""
+
+    slug: str
+    family: str
+    summary: str
+    source: str
+    diagnostic: bool
+    changes_unit: bool
+    build: Callable[..., Patch | Sequence[Patch]]
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Parameters with their default values."""
+        return {p.name: p.default for p in inspect.signature(self.build).parameters.values()}
+
+    def patches(self, params: Mapping[str, Any] | None = None) -> tuple[Patch, ...]:
+        """Patches for ``params``; an unknown parameter is an error that lists the known ones."""
+        given = dict(params or {})
+        unknown = sorted(set(given) - set(self.defaults))
+        if unknown:
+            known = ", ".join(f"{k}={v!r}" for k, v in self.defaults.items()) or "none"
+            raise PatchError(
+                f"mitigation {self.slug}: unknown parameter {', '.join(unknown)}; known: {known}"
+            )
+        built = self.build(**given)
+        return (built,) if isinstance(built, Patch) else tuple(built)
+
+    @property
+    def seams(self) -> tuple[Seam, ...]:
+        """Seams that the default patches touch, in the order of application."""
+        present = {p.seam for p in self.patches()}
+        return tuple(s for s in Seam if s in present)
+
+
+def mitigation(
+    *,
+    slug: str,
+    family: str,
+    summary: str,
+    source: str,
+    diagnostic: bool = False,
+    changes_unit: bool = False,
+) -> Callable[[Callable[..., Patch | Sequence[Patch]]], Mitigation]:
+    """Declare a mitigation; every parameter of the decorated function needs a default.
+
+    ``diagnostic``: it changes what the training means, so it is never called proven.
+    ``changes_unit``: it changes the unit of the loss (denominator, aggregation, global scale), so
+    it is also judged by ``ratio_scaled``.
+    """
+
+    def wrap(build: Callable[..., Patch | Sequence[Patch]]) -> Mitigation:
+        for parameter in inspect.signature(build).parameters.values():
+            if parameter.default is inspect.Parameter.empty:
+                raise PatchError(f"mitigation {slug}: parameter {parameter.name} has no default")
+        return Mitigation(
+            slug=slug,
+            family=family,
+            summary=summary,
+            source=source,
+            diagnostic=diagnostic,
+            changes_unit=changes_unit,
+            build=build,
+        )
+
+    return wrap
