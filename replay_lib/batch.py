@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from replay_lib.errors import BatchError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 TOKEN_COLUMNS = (
@@ -98,6 +99,15 @@ class RankBatch:
     def replace(self, **columns: Any) -> RankBatch:
         """A copy with other columns; the tensors that are not named are shared, never copied."""
         return dataclasses.replace(self, **columns)
+
+    def to(self, device: torch.device | str) -> RankBatch:
+        """Loss columns on ``device``; routes stay where they are."""
+        moved: dict[str, Any] = {}
+        for name in TOKEN_COLUMNS + ROW_COLUMNS:
+            value = getattr(self, name)
+            if value is not None:
+                moved[name] = value.to(device)
+        return dataclasses.replace(self, **moved)
 
     def select(self, rows: Sequence[int]) -> RankBatch:
         """The rows ``rows``, in that order, with their routes."""
