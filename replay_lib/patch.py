@@ -122,7 +122,13 @@ class Mitigation:
                 f"mitigation {self.slug}: unknown parameter {', '.join(unknown)}; known: {known}"
             )
         built = self.build(**given)
-        return (built,) if isinstance(built, Patch) else tuple(built)
+        patches = (built,) if isinstance(built, Patch) else built
+        listed = isinstance(patches, Sequence) and len(patches) > 0
+        if not (listed and all(isinstance(p, Patch) for p in patches)):
+            raise PatchError(
+                f"mitigation {self.slug}: found {built!r}, expected a patch or several"
+            )
+        return tuple(patches)
 
     @property
     def seams(self) -> tuple[Seam, ...]:
