@@ -1,0 +1,259 @@
+"""A case: a snapshot plus ``case.yaml``, whose thresholds and tolerances each state a reason.
+
+The directory's name is the case's name and the test id. A bare snapshot is a case with defaults.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from replay_lib import layout
+from replay_lib.errors import CaseError, fault
+from replay_lib.rule import RECORDING_REDUCTION, TARGET_RATIO, Verdict
+from replay_lib.verdict import Bound
+
+SCHEMA = 1
+
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Verdict = Annotated[Verdict, Field(strict=False)]
+_Reason = Annotated[str, Field(min_length=1)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Limit(_Strict):
+    """A number with the reason for its size."""
+
+    value: _Positive
+    reason: _Reason
+
+
+class Thresholds(_Strict):
+    """What counts as cured, and what is worth recording."""
+
+    target_ratio: Limit = Limit(
+        value=TARGET_RATIO, reason="the published method documents call 1.5 x normal the target"
+    )
+    recording_reduction: Limit = Limit(
+        value=RECORDING_REDUCTION,
+        reason="the published method documents record methods above 15 % reduction",
+    )
+
+
+class Tolerance(_Strict):
+    """How far a baseline may lie from the recorded norm, relative."""
+
+    float32: Limit = Limit(
+        value=1e-5,
+        reason="one step in float32 differs by summation order alone: up to 1e-5 of a norm",
+    )
+    bfloat16: Limit = Limit(
+        value=3e-3,
+        reason="8 bits of mantissa: other kernels move a norm by up to 3e-3",
+    )
+    reduced: Limit = Limit(
+        value=0.20,
+        reason="some data-parallel ranks are another batch; AXRL too allows 20 % in a replay",
+    )
+
+
+class Needs(_Strict):
+    """What a machine must have to replay the case."""
+
+    device: Literal["any", "cuda"] = "any"
+    devices: Annotated[int, Field(ge=1)] = 1
+    memory_gib: Annotated[float, Field(gt=0)] | None = None
+
+
+class Provenance(_Strict):
+    """Where the snapshot comes from; ``evidence`` says what its verdicts are worth.
+
+    ``measured``: norms and median are a training run's. ``mechanism``: the median was invented, so
+    verdicts show that replay and patches work and prove no method.
+    """
+
+    evidence: Literal["measured", "mechanism"] = "measured"
+    trainer: str = ""
+    job: str = ""
+    written_by: str = ""
+    source: str = ""
+
+
+class CaseFile(_Strict):
+    """``case.yaml`` as it is written."""
+
+    schema_version: int = Field(alias="schema")
+    snapshot: _Reason
+    quiet: _Reason | None = None
+    note: str = ""
+    thresholds: Thresholds = Thresholds()
+    tolerance: Tolerance = Tolerance()
+    needs: Needs = Needs()
+    expected: dict[str, _Verdict] = Field(default_factory=dict)
+    provenance: Provenance = Provenance()
+
+
+class Case(_Strict):
+    """What a test needs to know of a case; paths are absolute, ``file`` is None without a file."""
+
+    name: str
+    snapshot: Path
+    quiet: Path | None = None
+    file: Path | None = None
+    note: str = ""
+    thresholds: Thresholds = Thresholds()
+    tolerance: Tolerance = Tolerance()
+    needs: Needs = Needs()
+    expected: dict[str, _Verdict] = Field(default_factory=dict)
+    provenance: Provenance = Provenance()
+
+    @classmethod
+    def load(cls, path: str | Path) -> Case:
+        """From a case directory or its ``case.yaml``; CaseError names file and field."""
+        given = Path(path)
+        file = (given if given.name == layout.CASE_FILE else given / layout.CASE_FILE).absolute()
+        read = _read(file)
+        fields = {k: getattr(read, k) for k in CaseFile.model_fields if k in cls.model_fields}
+        fields["snapshot"] = _inside(file, "snapshot", read.snapshot)
+        fields["quiet"] = _inside(file, "quiet", read.quiet) if read.quiet else None
+        return cls(name=file.parent.name, file=file, **fields)
+
+    @classmethod
+    def from_snapshot(cls, path: str | Path) -> Case:
+        """A bare snapshot as a case with default thresholds and no expectations."""
+        snapshot = Path(path).absolute()
+        return cls(name=snapshot.name, snapshot=snapshot)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Case:
+        """A case directory, a ``case.yaml`` or a bare snapshot, whichever ``path`` is."""
+        given = Path(path)
+        if given.name == layout.CASE_FILE or (given / layout.CASE_FILE).is_file():
+            return cls.load(given)
+        if not given.is_dir():
+            raise CaseError(
+                fault(given, None, "no such directory", "a case directory or a snapshot iter_*")
+            )
+        return cls.from_snapshot(given)
+
+    def missing(self) -> Path | None:
+        """The first of the case's snapshots that is not on this disk."""
+        wanted = [self.snapshot] if self.quiet is None else [self.snapshot, self.quiet]
+        return next((p for p in wanted if not p.is_dir()), None)
+
+    def require(self) -> None:
+        """CaseError with the path where a snapshot of the case is absent."""
+        absent = self.missing()
+        if absent is None:
+            return
+        raise CaseError(
+            fault(
+                self.file or self.name,
+                "snapshot",
+                f"no directory {absent}",
+                "the snapshot of the case",
+                "Copy it there, or correct the path",
+            )
+        )
+
+    def tolerance_for(self, fidelity: str, dtypes: set[str]) -> Bound:
+        """Allowed relative distance of a baseline from the recorded norm.
+
+        ``dtypes`` are those of the recorded run and of the replay: the coarser one rules.
+        """
+        if fidelity == "reduced":
+            limit = self.tolerance.reduced
+        else:
+            limit = max((self._of_dtype(d) for d in sorted(dtypes)), key=lambda one: one.value)
+        return Bound(limit.value, limit.reason)
+
+    def _of_dtype(self, dtype: str) -> Limit:
+        limit = {"float32": self.tolerance.float32, "bfloat16": self.tolerance.bfloat16}.get(dtype)
+        if limit is None:
+            raise CaseError(
+                fault(self.file or self.name, "tolerance", dtype, "float32 or bfloat16")
+            )
+        return limit
+
+
+def discover(directory: str | Path) -> list[Case]:
+    """Every ``*/case.yaml`` under ``directory``, by name; a directory that is absent is an error.
+
+    A case whose snapshot is absent is in the list: ``Case.require`` tells where it should be.
+    """
+    root = Path(directory)
+    if not root.is_dir():
+        raise CaseError(fault(root, None, "no such directory", "a directory of cases"))
+    return [Case.load(file) for file in sorted(root.glob(f"*/{layout.CASE_FILE}"))]
+
+
+def builtin_cases() -> Path:
+    """The repository's own cases."""
+    return Path(__file__).parent.parent / "spike_cases"
+
+
+def _read(file: Path) -> CaseFile:
+    try:
+        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CaseError(fault(file, None, "no such file", "a case.yaml")) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise CaseError(fault(file, None, f"{error}", "YAML in UTF-8")) from error
+    if not isinstance(raw, dict):
+        raise CaseError(fault(file, None, type(raw).__name__, "a mapping"))
+    version: Any = raw.get("schema")
+    # read first: the rest of another version has no meaning here
+    if version != SCHEMA:
+        then = "A newer version of this library wrote it" if _newer(version) else None
+        raise CaseError(fault(file, "schema", repr(version), repr(SCHEMA), then))
+    try:
+        return CaseFile.model_validate(raw)
+    except ValidationError as error:
+        raise CaseError(_told(file, error)) from error
+
+
+def _newer(version: object) -> bool:
+    return isinstance(version, (int, float)) and math.isfinite(version) and version > SCHEMA
+
+
+def _told(file: Path, error: ValidationError) -> str:
+    """All faults of the file at once, one a line."""
+    lines = []
+    for one in error.errors():
+        field = ".".join(str(part) for part in one["loc"])
+        if one["type"] == "extra_forbidden":
+            known = ", ".join(_known(one["loc"][:-1]))
+            lines.append(fault(file, field, "an unknown key", f"one of {known}"))
+        else:
+            lines.append(fault(file, field, repr(one["input"]), one["msg"], _hint(one["input"])))
+    return "\n".join(lines)
+
+
+def _hint(found: object) -> str | None:
+    """YAML 1.1 reads 1e-5 as text, the commonest slip in a file of tolerances."""
+    is_number = isinstance(found, str) and re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", found)
+    return f"YAML reads {found} as text: write it with a point, as in 1.0e-5" if is_number else None
+
+
+def _known(place: tuple[int | str, ...]) -> list[str]:
+    model: Any = CaseFile
+    for part in place:
+        model = model.model_fields[part].annotation
+    return [f.alias or name for name, f in model.model_fields.items()]
+
+
+def _inside(file: Path, field: str, value: str) -> Path:
+    relative = Path(value)
+    if relative.is_absolute():
+        raise CaseError(
+            fault(file, field, f"the absolute path {value}", "a path relative to the case")
+        )
+    return (file.parent / relative).resolve()

@@ -1,0 +1,206 @@
+"""One card a method: what is published about it, the patch, and our own results.
+
+A card is ``spike-mitigation-methods/<slug>.md``, written by hand except for one block between two
+markers, which is rendered from results. ``README.md`` beside the cards is their index and wholly
+generated. A mitigation without a card, or a card without a mitigation, is an error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tabulate import tabulate
+
+from replay_lib.errors import PatchError, fault
+from replay_lib.patch import Mitigation
+from replay_lib.record.result import Result
+from replay_lib.record.table import COLUMNS
+from replay_lib.rule import Status
+
+SECTIONS = ("Description", "Status", "Published evidence", "Patch", "Our results")
+BLOCK_START = "<!-- results: generated, do not edit -->"
+BLOCK_END = "<!-- end of results -->"
+NO_RESULT = "No result is recorded yet."
+INDEX = "README.md"
+
+_BLOCK = re.compile(f"{re.escape(BLOCK_START)}\n(.*?)\n{re.escape(BLOCK_END)}", re.DOTALL)
+_CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_STATUS = re.compile(r"^Status: (\w+)\b", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Card:
+    """One method's card as it stands on disk."""
+
+    slug: str
+    file: Path
+    text: str
+
+    @property
+    def code(self) -> list[str]:
+        """Its Python code blocks; the first one defines ``patch``."""
+        return _CODE.findall(self.text)
+
+    @property
+    def status(self) -> str:
+        """The status that the recorded results gave, ``-`` while there are none."""
+        block = _BLOCK.search(self.text)
+        found = _STATUS.search(block.group(1)) if block else None
+        return found.group(1) if found else "-"
+
+    def faults(self) -> list[str]:
+        """What is wrong with the card itself."""
+        found = re.findall(r"^## (.+)$", self.text, re.MULTILINE)
+        wrong = []
+        if found != list(SECTIONS):
+            wrong.append(fault(self.file, "sections", ", ".join(found), ", ".join(SECTIONS)))
+        if not self.code:
+            wrong.append(fault(self.file, "Patch", "no code block", "one in ```python"))
+        blocks = len(_BLOCK.findall(self.text))
+        if blocks != 1:
+            expected = f"one between {BLOCK_START} and {BLOCK_END}"
+            wrong.append(fault(self.file, "generated block", f"{blocks}", expected))
+        return wrong
+
+
+def cards_dir() -> Path:
+    """The directory of the cards: packaged in an installation, else the repository's."""
+    package = Path(__file__).parents[1]
+    packaged = package / "_builtin" / "spike-mitigation-methods"
+    return packaged if packaged.is_dir() else package.parent / "spike-mitigation-methods"
+
+
+def read_cards(directory: Path | None = None) -> dict[str, Card]:
+    """All cards by slug, in alphabetical order."""
+    folder = cards_dir() if directory is None else directory
+    if not folder.is_dir():
+        raise PatchError(fault(folder, None, "no such directory", "a directory of cards"))
+    files = sorted(f for f in folder.glob("*.md") if f.name != INDEX)
+    return {f.stem: Card(f.stem, f, f.read_text(encoding="utf-8")) for f in files}
+
+
+def check_cards(methods: Mapping[str, Mitigation], cards: Mapping[str, Card]) -> None:
+    """Raise one PatchError with everything that is wrong between methods and cards."""
+    wrong = [f"mitigation {slug} has no card" for slug in sorted(set(methods) - set(cards))]
+    for slug in sorted(set(cards) - set(methods)):
+        wrong.append(f"card {cards[slug].file.name} has no mitigation")
+    for card in cards.values():
+        wrong += card.faults()
+    if wrong:
+        raise PatchError("\n".join(wrong))
+
+
+def update_cards(
+    results: Sequence[Result], methods: Mapping[str, Mitigation], directory: Path | None = None
+) -> list[Path]:
+    """Render the results into the cards and the index; returns the files that changed.
+
+    A card whose method does not occur in ``results`` is left as it is. Raises PatchError where
+    methods and cards do not fit each other; nothing is written then.
+    """
+    cards = read_cards(directory)
+    check_cards(methods, cards)
+    new = dict(cards)
+    for slug, card in cards.items():
+        own = [r for r in results if slug in _slugs(r)]
+        if own:
+            new[slug] = _with_block(card, render_block(slug, own))
+    changed = [c.file for s, c in new.items() if c.text != cards[s].text]
+    texts = {c.file: c.text for c in new.values()}
+    index = (cards_dir() if directory is None else directory) / INDEX
+    texts[index] = render_index(methods, new)
+    if not index.is_file() or index.read_text(encoding="utf-8") != texts[index]:
+        changed.append(index)
+    for file in changed:
+        _write(file, texts[file])
+    return changed
+
+
+def render_block(slug: str, results: Sequence[Result]) -> str:
+    """The generated block's inside: the method's status, then one line a result.
+
+    Of several results of one experiment on one device the last counts. The status comes from
+    results under this method alone: what a combination reaches is not its merit.
+    """
+    last = {(r.case, r.experiment, r.against, r.device, r.dtype): r for r in results}
+    shown = sorted(last.values(), key=lambda r: (r.case, r.experiment, r.device, r.dtype))
+    if not shown:
+        return NO_RESULT
+    table = tabulate(
+        [[cell(r) for _, cell in COLUMNS] + [r.dtype, r.device, r.timestamp[:10]] for r in shown],
+        headers=[*(title for title, _ in COLUMNS), "dtype", "device", "date"],
+        tablefmt="github",
+        disable_numparse=True,
+    )
+    alone = [r for r in shown if len(r.mitigations) == 1]
+    lines = [_status_line(alone), "", table]
+    mechanism = sorted({r.case for r in shown if r.evidence == "mechanism"})
+    if mechanism:
+        told = f"The median of {', '.join(mechanism)} was not measured: ratio and verdict there"
+        lines += ["", f"{told} show the mechanism, not the method's worth."]
+    return "\n".join(lines)
+
+
+def _status_line(alone: Sequence[Result]) -> str:
+    order = list(Status)
+    statuses = [s for r in alone if (s := r.status) is not None]
+    if not statuses:
+        return "Status: none (only combinations were tried)."
+    best = min(statuses, key=order.index)
+    return f"Status: {best} ({statuses.count(best)} of {len(statuses)} recorded)."
+
+
+def render_index(methods: Mapping[str, Mitigation], cards: Mapping[str, Card]) -> str:
+    """The folder's README: one line a method, from what it declares and what its card says."""
+    rows = [
+        [
+            f"[{m.slug}]({m.slug}.md)",
+            m.family,
+            ", ".join(m.seams),
+            ", ".join(f"`{k}={v!r}`" for k, v in m.defaults.items()) or "-",
+            cards[m.slug].status,
+            m.summary,
+        ]
+        for m in (methods[slug] for slug in sorted(cards))
+    ]
+    headers = ["method", "family", "seams", "parameters", "status", "what it does"]
+    table = tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+    return (
+        "<!-- generated by replay_lib.record.cards, do not edit -->\n"
+        "# Spike mitigation methods\n\n"
+        "Each card states what is published about a method, the patch that replays it, and the\n"
+        "results recorded here. Status: `proven`, `partial` (at least 15% reduction),\n"
+        "`diagnostic` (it changes what the training means), `negative`; `-` while no result is\n"
+        "recorded.\n\n"
+        f"{table}\n"
+    )
+
+
+def _slugs(result: Result) -> set[str]:
+    return {call.slug for call in result.mitigations}
+
+
+def _with_block(card: Card, inside: str) -> Card:
+    block = f"{BLOCK_START}\n{inside}\n{BLOCK_END}"
+    # a function as replacement: backslashes in a table are no escapes
+    return Card(card.slug, card.file, _BLOCK.sub(lambda _: block, card.text))
+
+
+def _write(file: Path, text: str) -> None:
+    """Beside the file, flushed, then renamed: a killed process leaves the old or the new text."""
+    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        Path(temporary).chmod(0o644)  # mkstemp's files are private, a card is not
+        Path(temporary).replace(file)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

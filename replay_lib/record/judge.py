@@ -1,0 +1,202 @@
+"""Outcome of a replay + session + case -> Result."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from replay_lib.case import Case
+from replay_lib.engine.protocol import Experiment, MitigationCall, Outcome, SessionInfo
+from replay_lib.noise import noise_of
+from replay_lib.record.result import OldResult, Result
+from replay_lib.rule import ratio_of, reduction_of, relative_difference
+from replay_lib.verdict import Judgement, Measured, Variant, judge
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What the snapshot states about its step; norms are L2 before clipping.
+
+    ``dtype`` is that of the recorded run's parameters, ``spike_ratio`` its detector's setting,
+    ``clip_grad`` the norm at which the run clipped (None or 0: not at all).
+    """
+
+    norm: float | None
+    median: float | None
+    spike_ratio: float | None
+    dtype: str
+    clip_grad: float | None = None
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What an experiment's methods declare about themselves, taken together."""
+
+    diagnostic: bool = False
+    changes_unit: bool = False
+    after_norm: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The replays that one outcome is judged beside.
+
+    ``baseline`` was replayed twice in the session; ``repeat_norm`` and ``repeat_digest`` are the
+    second one's. ``compared`` is the outcome of the experiment named by ``against``.
+    """
+
+    baseline: Outcome
+    repeat_norm: float
+    repeat_digest: str
+    compared: Outcome
+    quiet_scale: float | None = None
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether the two baselines are bit-equal: seen, not trusted from a flag."""
+        return self.baseline.digest == self.repeat_digest
+
+    @property
+    def repeat_spread(self) -> float:
+        """Relative distance between the two baselines' norms; NaN where one is not finite."""
+        off = relative_difference(self.repeat_norm, self.baseline.grad_norm_preclip)
+        return float("nan") if off is None else off
+
+
+def label_of(calls: Sequence[MitigationCall]) -> str:
+    """The name of an experiment that applies ``calls``."""
+    return Experiment(mitigations=tuple(calls)).name
+
+
+def judge_outcome(
+    outcome: Outcome,
+    *,
+    beside: Comparison,
+    session: SessionInfo,
+    case: Case,
+    recorded: Recorded,
+    traits: Traits = Traits(),
+) -> Result:
+    """The result of one experiment, with its verdict."""
+    measured = _measured(
+        outcome, beside=beside, session=session, case=case, recorded=recorded, traits=traits
+    )
+    judgement = judge(measured)
+    name = outcome.experiment.name
+    norm = outcome.grad_norm_preclip
+    compared = beside.compared.grad_norm_preclip
+    return Result(
+        case=case.name,
+        experiment=name,
+        mitigations=outcome.experiment.mitigations,
+        against=label_of(outcome.experiment.against),
+        fidelity=session.fidelity,
+        grad_norm_preclip=norm,
+        median_norm=recorded.median,
+        ratio=ratio_of(norm, recorded.median),
+        compared_norm=compared,
+        reduction=reduction_of(norm, compared),
+        verdict=judgement.verdict,
+        reason=judgement.reason,
+        below_detector=judgement.below_detector,
+        retained=outcome.retained,
+        touched={str(seam): count for seam, count in outcome.touched.items()},
+        noise_band=judgement.noise_band,
+        deterministic=beside.deterministic,
+        device=session.device,
+        versions=session.versions,
+        seconds=outcome.seconds,
+        dtype=session.dtype,
+        digest=outcome.digest,
+        rule=judgement.rule,
+        flags=judgement.flags,
+        old=_old(judgement),
+        recorded_norm=recorded.norm,
+        relative_difference=relative_difference(beside.baseline.grad_norm_preclip, recorded.norm),
+        repeat_spread=beside.repeat_spread,
+        ratio_scaled=judgement.ratio_scaled,
+        postclip_norm=_postclip(norm, recorded.clip_grad) if traits.after_norm else None,
+        nonfinite=outcome.nonfinite,
+        diagnostic=traits.diagnostic,
+        evidence=case.provenance.evidence,
+        expected=case.expected.get(name),
+        dp_ranks=session.dp_ranks,
+        dp_recorded=session.dp_recorded,
+        layout=session.layout,
+        notes=session.notes,
+        timestamp=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _measured(
+    outcome: Outcome,
+    *,
+    beside: Comparison,
+    session: SessionInfo,
+    case: Case,
+    recorded: Recorded,
+    traits: Traits,
+) -> Measured:
+    return Measured(
+        recorded_norm=recorded.norm,
+        median_norm=recorded.median,
+        spike_ratio=recorded.spike_ratio,
+        baseline_norm=beside.baseline.grad_norm_preclip,
+        repeat_spread=beside.repeat_spread,
+        tolerance=case.tolerance_for(session.fidelity, {recorded.dtype, session.dtype}),
+        noise=noise_of(session.dtype, session.device),
+        stored=Variant(
+            norm=outcome.grad_norm_preclip,
+            compared_norm=beside.compared.grad_norm_preclip,
+            retained=outcome.retained,
+        ),
+        carried=_carried(outcome, beside.compared),
+        is_baseline=not outcome.experiment.mitigations,
+        nonfinite=outcome.nonfinite,
+        touched=sum(outcome.touched.values()),
+        same_digest_as=_same_digest(outcome, beside),
+        changes_unit=traits.changes_unit,
+        quiet_scale=beside.quiet_scale,
+        after_norm=traits.after_norm,
+        target_ratio=case.thresholds.target_ratio.value,
+        recording_reduction=case.thresholds.recording_reduction.value,
+    )
+
+
+def _carried(outcome: Outcome, compared: Outcome) -> Variant | None:
+    if outcome.grad_norm_preclip_carried is None:
+        return None
+    other = compared.grad_norm_preclip_carried
+    return Variant(
+        norm=outcome.grad_norm_preclip_carried,
+        compared_norm=compared.grad_norm_preclip if other is None else other,
+        retained=outcome.retained_carried,
+    )
+
+
+def _same_digest(outcome: Outcome, beside: Comparison) -> str | None:
+    for other in (beside.baseline, beside.compared):
+        if outcome.digest == other.digest:
+            return f"the {name}" if (name := other.experiment.name) == "baseline" else name
+    return None
+
+
+def _old(judgement: Judgement) -> tuple[OldResult, ...]:
+    return tuple(
+        OldResult(
+            old="carried" if found.old == "carried" else "stored",
+            grad_norm_preclip=found.norm,
+            ratio=found.ratio,
+            reduction=found.reduction,
+            verdict=found.verdict,
+        )
+        for found in judgement.old
+    )
+
+
+def _postclip(norm: float, clip_grad: float | None) -> float:
+    """Megatron's clipping: norm * min(1, clip / (norm + 1e-6))."""
+    if not clip_grad:
+        return norm
+    return norm * min(1.0, clip_grad / (norm + 1e-6))

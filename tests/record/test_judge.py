@@ -1,0 +1,121 @@
+"""An outcome becomes a result: which numbers are compared with which."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from make_results import BASELINE, INFO, KEPT, RECORDED, case, outcome, result
+
+from replay_lib.record.judge import Comparison, Traits
+from replay_lib.rule import Flag, Status, Verdict
+
+HEAD = [
+    *("case", "experiment", "mitigations", "against", "fidelity", "grad_norm_preclip"),
+    *("median_norm", "ratio", "compared_norm", "reduction", "verdict", "reason"),
+    *("below_detector", "retained", "touched", "noise_band", "deterministic", "device"),
+    *("versions", "seconds"),
+]
+
+
+def test_keys_of_a_result_come_in_their_order() -> None:
+    assert list(result(BASELINE).as_json())[: len(HEAD)] == HEAD
+
+
+def test_numbers_of_a_pass() -> None:
+    one = result(outcome("cap:at=2.0", 2.4, retained=KEPT))
+    assert (one.experiment, one.against) == ("cap:at=2.0", "baseline")
+    assert (one.ratio, one.compared_norm) == (1.2, 8.0)
+    assert one.reduction == pytest.approx(0.7)
+    assert (one.verdict, one.rule, one.below_detector) == (Verdict.PASS, Verdict.PASS, True)
+    assert one.touched == {"settings": 1}
+    assert (one.deterministic, one.repeat_spread) == (True, 0.0)
+    assert one.status is Status.PROVEN
+    assert not one.red
+
+
+def test_the_baseline_is_judged_by_its_own_word() -> None:
+    one = result(BASELINE)
+    assert (one.verdict, one.wanted, one.status, one.red) == (
+        Verdict.REPRODUCED,
+        Verdict.REPRODUCED,
+        None,
+        False,
+    )
+    off = dataclasses.replace(RECORDED, norm=9.0)
+    assert result(BASELINE, recorded=off).red
+
+
+def test_against_compares_with_another_experiment() -> None:
+    control = outcome("policy-only", 6.0)
+    beside = Comparison(
+        baseline=BASELINE, repeat_norm=8.0, repeat_digest=BASELINE.digest, compared=control
+    )
+    one = result(outcome("policy-only+mask", 5.4, against="policy-only"), beside=beside)
+    assert (one.against, one.compared_norm) == ("policy-only", 6.0)
+    assert one.reduction == pytest.approx(0.1)
+    assert one.verdict is Verdict.FAIL  # against the baseline it would be partial
+    same = result(outcome("policy-only+mask", 6.0, against="policy-only"), beside=beside)
+    assert (same.verdict, same.reason[-11:]) == (Verdict.NO_OP, "policy-only")
+
+
+def test_carried_old_log_probabilities_are_compared_with_carried_ones() -> None:
+    control = outcome("current-routes", 6.0, grad_norm_preclip_carried=4.5)
+    beside = Comparison(
+        baseline=BASELINE, repeat_norm=8.0, repeat_digest=BASELINE.digest, compared=control
+    )
+    routed = outcome("x", 4.0, grad_norm_preclip_carried=4.4, against="current-routes")
+    one = result(routed, beside=beside)
+    assert (one.verdict, one.flags) == (Verdict.FAIL, (Flag.OLD_SENSITIVE,))
+    assert one.old[0].old == "carried"
+    assert one.old[0].reduction == pytest.approx(1 - 4.4 / 4.5)
+    assert one.status is Status.NEGATIVE
+
+
+def test_two_baselines_that_differ_are_not_deterministic_and_widen_the_band() -> None:
+    beside = Comparison(
+        baseline=BASELINE, repeat_norm=8.4, repeat_digest="another", compared=BASELINE
+    )
+    one = result(outcome("cap", 2.9), beside=beside)
+    assert one.deterministic is False
+    assert one.noise_band == pytest.approx(0.05)
+    assert one.verdict is Verdict.INCONCLUSIVE
+
+
+def test_expected_verdicts_are_the_cases() -> None:
+    partly = case(expected={"halve": Verdict.PARTIAL})
+    assert result(outcome("halve", 4.0), case=partly).comparison == "as expected"
+    assert result(outcome("halve", 2.0), case=partly).comparison == "better"
+    worse = result(outcome("halve", 7.9), case=partly)
+    assert worse.red
+    assert worse.explain() == (
+        "tiny-step85 / halve: fail: norm 7.9 is 3.950 x the median 2, above the target 1.5, and "
+        "1.2% under the compared norm 8 (15% are worth recording) (worse than expected: partial)"
+    )
+    assert result(outcome("other", 4.0), case=partly).red  # where nothing is stated: pass
+
+
+def test_a_reduced_replay_has_its_own_tolerance_and_proves_nothing() -> None:
+    reduced = INFO.model_copy(update={"fidelity": "reduced"})
+    off = dataclasses.replace(RECORDED, norm=7.0)
+    one = result(outcome("cap", 1.0, retained=KEPT), session=reduced, recorded=off)
+    assert one.verdict is Verdict.PASS
+    assert one.status is Status.PARTIAL
+
+
+def test_a_run_in_bfloat16_is_not_held_to_float32() -> None:
+    recorded = dataclasses.replace(RECORDED, norm=8.01, dtype="bfloat16")
+    assert result(BASELINE, recorded=recorded).verdict is Verdict.REPRODUCED
+    assert result(BASELINE, recorded=dataclasses.replace(recorded, dtype="float32")).red
+
+
+def test_an_answer_after_the_norm_shows_its_postclip_norm() -> None:
+    one = result(outcome("clip-harder", 8.0, touched={}), traits=Traits(after_norm=True))
+    assert one.verdict is Verdict.NOT_APPLICABLE
+    assert one.postclip_norm == pytest.approx(1.0, rel=1e-6)
+
+
+def test_a_nan_norm_is_its_own_verdict() -> None:
+    one = result(outcome("poison", float("nan"), nonfinite=("advantage of row 1, token 7",)))
+    assert (one.verdict, one.red) == (Verdict.NON_FINITE, True)
+    assert one.as_json()["grad_norm_preclip"] == "NaN"

@@ -1,0 +1,410 @@
+"""Every verdict, told apart; and the published results, classified."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from replay_lib.engine.protocol import Retained
+from replay_lib.noise import NOISE, noise_of
+from replay_lib.rule import (
+    Flag,
+    Status,
+    Verdict,
+    compare,
+    ratio_of,
+    reduction_of,
+    rule,
+    status_of,
+)
+from replay_lib.verdict import GATES, Bound, Measured, Variant, judge
+
+PUBLISHED = yaml.safe_load((Path(__file__).parent / "data" / "recorded_results.yaml").read_text())
+SPIKES = {spike["id"].rsplit("-", 1)[1]: spike for spike in PUBLISHED["spikes"]}
+ALL_KEPT = Retained(tokens=1.0, advantage=0.9, dloss_dlogprob=0.8)
+
+# a spike of 4 x the median, and a method that brings it to 1.2 x
+GOOD = Measured(
+    recorded_norm=8.0,
+    median_norm=2.0,
+    spike_ratio=2.0,
+    baseline_norm=8.0,
+    repeat_spread=0.0,
+    tolerance=Bound(1e-5, "float32 sums in another order"),
+    noise=noise_of("float32", "cpu"),
+    stored=Variant(norm=2.4, compared_norm=8.0, retained=ALL_KEPT),
+    touched=7,
+)
+
+
+def but(**changes: Any) -> Measured:
+    """GOOD with some things changed."""
+    return dataclasses.replace(GOOD, **changes)
+
+
+def with_norm(norm: float, **changes: Any) -> Measured:
+    return but(stored=dataclasses.replace(GOOD.stored, norm=norm), **changes)
+
+
+# --- the published results -----------------------------------------------------------------
+
+
+def published() -> list[Any]:
+    rows = []
+    for name, spike in SPIKES.items():
+        for one in spike["experiments"]:
+            mask = one.get("mask", "as configured")
+            rows.append(pytest.param(spike, one, id=f"{name}-{one['method']}-mask {mask}"))
+    return rows
+
+
+def stated_verdict(one: dict[str, Any]) -> Verdict | None:
+    """What the documents say: in words, or through the ratio against the target of 1.5."""
+    if one.get("stated_result") in ("pass", "partial"):
+        return Verdict(one["stated_result"])
+    if "stated_ratio" in one:
+        return Verdict.PASS if one["stated_ratio"] <= 1.5 else Verdict.PARTIAL
+    return None
+
+
+@pytest.mark.parametrize(("spike", "one"), published())
+def test_rule_gives_every_published_result(spike: dict[str, Any], one: dict[str, Any]) -> None:
+    median = spike["grad_norm_median"]
+    found = rule(one["norm"], median, one["baseline"])
+    stated = stated_verdict(one)
+
+    assert found in (Verdict.PASS, Verdict.PARTIAL)  # all of them reduce by far more than 15 %
+    assert stated is None or found is stated
+    if "stated_ratio" in one:  # stated with two decimals
+        assert round(ratio_of(one["norm"], median), 2) == one["stated_ratio"]
+    if "stated_reduction" in one:  # stated with four
+        assert reduction_of(one["norm"], one["baseline"]) == pytest.approx(
+            one["stated_reduction"], abs=5e-5
+        )
+    if one.get("stated_result") == "below-detector":
+        assert judge_published(spike, one, recorded=one["baseline"]).below_detector is True
+
+
+def test_published_thresholds_are_the_defaults() -> None:
+    stated = PUBLISHED["source_thresholds"]
+    at_target = with_norm(stated["target_ratio"] * 2.0)
+    assert rule(at_target.stored.norm, 2.0, 8.0) is Verdict.PASS
+    assert rule(8.0 * (1 - stated["recording_reduction"]), 2.0, 8.0) is Verdict.PARTIAL
+
+
+def judge_published(spike: dict[str, Any], one: dict[str, Any], recorded: float | None) -> Any:
+    return judge(
+        but(
+            recorded_norm=recorded,
+            median_norm=spike["grad_norm_median"],
+            spike_ratio=PUBLISHED["source_thresholds"]["detector_ratio"],
+            baseline_norm=one["baseline"],
+            tolerance=Bound(0.20, "one data-parallel rank of several"),
+            noise=noise_of("bfloat16", "cuda"),
+            stored=Variant(norm=one["norm"], compared_norm=one["baseline"]),
+        )
+    )
+
+
+@pytest.mark.parametrize("one", SPIKES["step1"]["experiments"], ids=lambda one: one["method"])
+def test_step1_was_not_reproduced(one: dict[str, Any]) -> None:
+    spike = SPIKES["step1"]
+    judgement = judge_published(spike, one, recorded=spike.get("grad_norm"))
+    assert judgement.verdict is Verdict.NOT_REPRODUCED
+    assert judgement.reason == (
+        "the baseline's norm 1.85795 is 1.57 relative away from the recorded 0.7231703, "
+        "0.2 is allowed (one data-parallel rank of several)"
+    )
+
+
+@pytest.mark.parametrize("one", SPIKES["step247"]["experiments"], ids=lambda one: one["method"])
+def test_step247_has_no_reference(one: dict[str, Any]) -> None:
+    spike = SPIKES["step247"]
+    judgement = judge_published(spike, one, recorded=spike.get("grad_norm"))
+    assert judgement.verdict is Verdict.REFERENCE_MISSING
+    assert judgement.reason == (
+        "the snapshot records no norm, so a replay has nothing to reproduce"
+    )
+
+
+def test_step85_passed_the_reproduction_gate_but_lies_inside_its_own_noise() -> None:
+    spike = SPIKES["step85"]
+    passing = next(e for e in spike["experiments"] if e["norm"] == 0.1346995)
+    judgement = judge_published(spike, passing, recorded=spike["grad_norm"])
+    assert judgement.rule is Verdict.PASS
+    # the reduced replay was itself 10 % off, and 1.398 is 7 % from 1.5
+    assert judgement.verdict is Verdict.INCONCLUSIVE
+
+
+# --- gates -----------------------------------------------------------------------------------
+
+ALL_WRONG = but(
+    recorded_norm=None,
+    median_norm=0.0,
+    nonfinite=("loss",),
+    baseline_norm=2.5,
+    touched=0,
+    stored=Variant(norm=2.5, compared_norm=2.5),
+)
+REPAIRS: list[tuple[Verdict, dict[str, Any]]] = [
+    (Verdict.REFERENCE_MISSING, {"recorded_norm": 8.0}),
+    (Verdict.RATIO_UNDEFINED, {"median_norm": 2.0}),
+    (Verdict.NON_FINITE, {"nonfinite": ()}),
+    (Verdict.NOT_REPRODUCED, {"recorded_norm": 2.5}),
+    (Verdict.NOT_A_SPIKE, {"recorded_norm": 8.0, "baseline_norm": 8.0}),
+    (Verdict.NO_OP, {"touched": 1}),
+]
+
+
+def test_gates_speak_in_their_order_each_for_its_own_reason() -> None:
+    assert [verdict for verdict, _ in GATES] == [verdict for verdict, _ in REPAIRS]
+    measured = ALL_WRONG
+    for verdict, repair in REPAIRS:
+        judgement = judge(measured)
+        assert (judgement.verdict, judgement.rule) == (verdict, None), judgement.reason
+        measured = dataclasses.replace(measured, **repair)
+    assert judge(measured).rule is not None
+
+
+@pytest.mark.parametrize("median", [None, 0.0, -1.0, math.nan, math.inf])
+def test_no_ratio_without_a_median(median: float | None) -> None:
+    judgement = judge(but(median_norm=median))
+    told = "missing" if median is None else repr(median)
+    assert judgement.verdict is Verdict.RATIO_UNDEFINED
+    assert judgement.reason == f"the median norm is {told}, so no ratio exists"
+
+
+@pytest.mark.parametrize("recorded", [None, math.nan, math.inf, 0.0])
+def test_a_missing_reference_is_never_reproduced(recorded: float | None) -> None:
+    assert judge(but(recorded_norm=recorded)).verdict is Verdict.REFERENCE_MISSING
+    assert judge(but(recorded_norm=recorded, is_baseline=True)).verdict is Verdict.REFERENCE_MISSING
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_is_named(bad: float) -> None:
+    one = judge(with_norm(bad))
+    assert (one.verdict, one.reason) == (Verdict.NON_FINITE, f"not finite: norm {bad}")
+    assert judge(but(baseline_norm=bad)).reason == f"not finite: baseline {bad}"
+    assert judge(but(carried=Variant(norm=bad, compared_norm=8.0))).verdict is Verdict.NON_FINITE
+    assert judge(but(nonfinite=("advantage of row 3, token 5",))).reason == (
+        "not finite: advantage of row 3, token 5"
+    )
+
+
+def test_tolerance_is_inclusive_and_one_ulp_beyond_is_red() -> None:
+    recorded = 8.0
+    edge = recorded * (1 + 0.25)  # exact in binary
+    exact = but(tolerance=Bound(0.25, "a power of two"), recorded_norm=recorded)
+    beyond = math.nextafter(edge, math.inf)
+    assert judge(dataclasses.replace(exact, baseline_norm=edge)).rule is not None
+    assert judge(dataclasses.replace(exact, baseline_norm=beyond)).verdict is Verdict.NOT_REPRODUCED
+
+
+def test_a_patch_without_effect_is_no_op() -> None:
+    assert judge(but(touched=0)).reason == "the patch touched nothing"
+    same = judge(but(same_digest_as="the baseline"))
+    assert same.verdict is Verdict.NO_OP
+    assert same.reason == (
+        "the patch touched 7 values, but the gradient is bit-equal to that of the baseline"
+    )
+
+
+def test_a_quiet_step_is_not_a_spike() -> None:
+    quiet = but(recorded_norm=2.9, baseline_norm=2.9)
+    assert judge(quiet).verdict is Verdict.NOT_A_SPIKE
+    assert judge(quiet).reason == (
+        "the baseline is 1.450 x the median already, at or under the target 1.5: "
+        "there is nothing to mitigate"
+    )
+
+
+# --- rule --------------------------------------------------------------------------------------
+
+
+def test_pass_partial_fail() -> None:
+    passing, partial, failing = (judge(with_norm(norm)) for norm in (2.4, 5.0, 7.5))
+    assert (passing.verdict, partial.verdict, failing.verdict) == (
+        Verdict.PASS,
+        Verdict.PARTIAL,
+        Verdict.FAIL,
+    )
+    assert passing.reason == (
+        "norm 2.4 is 1.200 x the median 2, at or under the target 1.5, "
+        "and 70.0% under the compared norm 8"
+    )
+    assert partial.reason == (
+        "norm 5 is 2.500 x the median 2, above the target 1.5, "
+        "but 37.5% under the compared norm 8 (15% are worth recording)"
+    )
+    assert failing.reason == (
+        "norm 7.5 is 3.750 x the median 2, above the target 1.5, "
+        "and 6.2% under the compared norm 8 (15% are worth recording)"
+    )
+
+
+def test_rule_never_passes_what_is_not_a_number() -> None:
+    assert rule(math.nan, 2.0, 8.0) is Verdict.FAIL
+    assert rule(2.0, math.nan, math.nan) is Verdict.FAIL
+    assert rule(5.0, 2.0, None) is Verdict.FAIL
+
+
+def test_the_compared_experiment_decides_the_reduction() -> None:
+    controlled = but(stored=Variant(norm=5.0, compared_norm=5.5, retained=ALL_KEPT))
+    assert judge(controlled).verdict is Verdict.FAIL
+
+
+# --- what no verdict may hide ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("norm", "threshold"), [(3.00002, "target"), (2.99998, "target"), (6.80005, "recording")]
+)
+def test_inconclusive_inside_the_noise_band(norm: float, threshold: str) -> None:
+    judgement = judge(with_norm(norm))
+    assert judgement.verdict is Verdict.INCONCLUSIVE
+    assert judgement.flags == (Flag.INCONCLUSIVE,)
+    assert f"from the {threshold} threshold" in judgement.reason
+
+
+def test_the_recording_threshold_decides_nothing_under_the_target() -> None:
+    small = but(stored=Variant(norm=2.4, compared_norm=2.4 / 0.85, retained=ALL_KEPT))
+    assert judge(small).verdict is Verdict.PASS
+
+
+def test_noise_band_is_the_largest_of_three() -> None:
+    assert judge(GOOD).noise_band == 1e-5  # the table
+    assert judge(but(repeat_spread=0.01)).noise_band == 0.01
+    assert judge(but(baseline_norm=8.00004)).noise_band == pytest.approx(5e-6, abs=1e-5)
+    loose = but(baseline_norm=8.8, tolerance=Bound(0.2, "reduced"))
+    assert judge(loose).noise_band == pytest.approx(0.1)
+    assert judge(but(repeat_spread=math.nan)).verdict is Verdict.INCONCLUSIVE
+
+
+@pytest.mark.parametrize("share", ["tokens", "advantage", "dloss_dlogprob"])
+@pytest.mark.parametrize("value", [0.49, 0.0, math.nan])
+def test_degenerate_by_the_smallest_share(share: str, value: float) -> None:
+    kept = ALL_KEPT.model_copy(update={share: value})
+    judgement = judge(but(stored=Variant(norm=0.0, compared_norm=8.0, retained=kept)))
+    assert (judgement.verdict, judgement.rule) == (Verdict.DEGENERATE, Verdict.PASS)
+    assert f"{share} {value:.1%}" in judgement.reason
+
+
+def test_half_of_the_signal_is_enough() -> None:
+    kept = Retained(tokens=0.5, advantage=0.5, dloss_dlogprob=0.5)
+    assert judge(but(stored=Variant(norm=2.4, compared_norm=8.0, retained=kept))).flags == ()
+
+
+def test_old_sensitive_takes_the_worse() -> None:
+    carried = Variant(norm=5.0, compared_norm=8.0, retained=ALL_KEPT)
+    for stored, other in ((GOOD.stored, carried), (carried, GOOD.stored)):
+        judgement = judge(but(stored=stored, carried=other))
+        assert judgement.verdict is Verdict.PARTIAL
+        assert judgement.flags == (Flag.OLD_SENSITIVE,)
+        assert judgement.old[0].norm == 5.0
+    both = judge(but(carried=GOOD.stored))
+    assert (both.verdict, both.flags) == (Verdict.PASS, ())
+    assert [one.old for one in both.old] == ["stored", "carried"]
+
+
+def test_old_sensitive_where_only_one_of_the_two_is_degenerate() -> None:
+    lost = ALL_KEPT.model_copy(update={"dloss_dlogprob": 0.1})
+    carried = Variant(norm=2.4, compared_norm=8.0, retained=lost)
+    judgement = judge(but(carried=carried))
+    assert judgement.verdict is Verdict.DEGENERATE
+    assert judgement.flags == (Flag.DEGENERATE, Flag.OLD_SENSITIVE)
+    assert judgement.reason.endswith(
+        "old log-probabilities decide (pass with stored ones, degenerate with carried ones), "
+        "the worse counts"
+    )
+
+
+@pytest.mark.parametrize(("norm", "below"), [(3.9, True), (4.0, True), (4.1, False)])
+def test_below_detector_uses_the_runs_own_ratio(norm: float, below: bool) -> None:
+    assert judge(with_norm(norm)).below_detector is below
+    assert judge(with_norm(norm, spike_ratio=1.1)).below_detector is False
+    assert judge(with_norm(norm, spike_ratio=None)).below_detector is None
+
+
+def test_an_answer_after_the_norm_is_not_applicable() -> None:
+    clipped = but(after_norm=True, touched=0, same_digest_as="the baseline")
+    assert judge(clipped).verdict is Verdict.NOT_APPLICABLE
+
+
+def test_a_changed_unit_is_also_judged_in_the_quiet_controls_unit() -> None:
+    # a tenth of the loss scale: nothing was cured
+    shrunk = judge(with_norm(0.8, changes_unit=True, quiet_scale=0.1))
+    assert shrunk.ratio_scaled == pytest.approx(4.0)
+    assert shrunk.verdict is Verdict.FAIL
+    cured = judge(with_norm(0.24, changes_unit=True, quiet_scale=0.1))
+    assert (cured.ratio_scaled, cured.verdict) == (pytest.approx(1.2), Verdict.PASS)
+
+
+def test_a_changed_unit_without_a_quiet_control_says_so() -> None:
+    judgement = judge(with_norm(0.8, changes_unit=True))
+    assert judgement.flags == (Flag.UNIT_UNCHECKED,)
+    assert judgement.reason.endswith("no quiet control, so ratio_scaled is not known")
+
+
+def test_the_baseline_is_reproduced_or_a_gate_says_why_not() -> None:
+    baseline = but(is_baseline=True, touched=0, same_digest_as="the baseline")
+    judgement = judge(baseline)
+    assert judgement.verdict is Verdict.REPRODUCED
+    assert judgement.below_detector is False
+    assert judgement.reason == (
+        "the recorded norm came out within 0 relative (1e-05 is allowed), 4.000 x the median"
+    )
+
+
+# --- order and status ------------------------------------------------------------------------
+
+
+def test_one_order_from_best_to_worst() -> None:
+    assert [str(v) for v in Verdict] == [
+        "reproduced",
+        "pass",
+        "partial",
+        "not_applicable",
+        "inconclusive",
+        "fail",
+        "degenerate",
+        "no_op",
+        "not_a_spike",
+        "not_reproduced",
+        "non_finite",
+        "ratio_undefined",
+        "reference_missing",
+    ]
+    assert compare(Verdict.PASS, Verdict.PARTIAL) == "better"
+    assert compare(Verdict.PARTIAL, Verdict.PARTIAL) == "as expected"
+    assert compare(Verdict.NO_OP, Verdict.FAIL) == "worse"
+
+
+def test_only_a_clean_full_pass_proves() -> None:
+    assert status_of(Verdict.PASS, fidelity="folded", reduction=0.7) is Status.PROVEN
+    partial: list[dict[str, Any]] = [
+        {"fidelity": "reduced"},
+        {"fidelity": "full", "evidence": False},
+        {"fidelity": "full", "flags": (Flag.OLD_SENSITIVE,)},
+        {"fidelity": "full", "flags": (Flag.UNIT_UNCHECKED,)},
+    ]
+    for conditions in partial:
+        assert status_of(Verdict.PASS, reduction=0.7, **conditions) is Status.PARTIAL
+    assert status_of(Verdict.PARTIAL, fidelity="full", reduction=0.2) is Status.PARTIAL
+    assert status_of(Verdict.INCONCLUSIVE, fidelity="full", reduction=0.2) is Status.PARTIAL
+    assert status_of(Verdict.INCONCLUSIVE, fidelity="full", reduction=0.1) is Status.NEGATIVE
+    assert status_of(Verdict.DEGENERATE, fidelity="full", reduction=0.9) is Status.NEGATIVE
+    assert status_of(Verdict.FAIL, fidelity="full", reduction=0.1) is Status.NEGATIVE
+    assert status_of(Verdict.PASS, fidelity="full", diagnostic=True) is Status.DIAGNOSTIC
+
+
+def test_every_noise_entry_has_a_reason_and_the_unknown_gets_the_widest() -> None:
+    assert all(entry.reason and entry.relative > 0 for entry in NOISE.values())
+    assert noise_of("float32", "cuda:0") is NOISE["float32", "cuda"]
+    unknown = noise_of("float16", "xpu")
+    assert unknown.relative == max(entry.relative for entry in NOISE.values())
+    assert unknown.reason == "float16 on xpu was not measured: the widest entry of the table"
