@@ -1,0 +1,57 @@
+"""Snapshots on disk: open, read and write them. Importing this imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from replay_lib.snapshot.batches import load_batch, payload_counts
+    from replay_lib.snapshot.checkpoint import SafeReader, iter_tensors, read_tensors
+    from replay_lib.snapshot.model import Parallel, Snapshot, SpikeSettings, WorkerConfig
+    from replay_lib.snapshot.opening import open_snapshot
+    from replay_lib.snapshot.routes import MergedRow
+    from replay_lib.snapshot.run_config import load_model_fields
+    from replay_lib.snapshot.trainer import (
+        SavedSettings,
+        load_grad_info,
+        load_settings,
+        read_settings,
+    )
+
+_ROOMS = {
+    "batches": ("load_batch", "payload_counts"),
+    "checkpoint": ("SafeReader", "iter_tensors", "read_tensors"),
+    "model": ("Parallel", "Snapshot", "SpikeSettings", "WorkerConfig"),
+    "opening": ("open_snapshot",),
+    "routes": ("MergedRow",),
+    "run_config": ("load_model_fields",),
+    "trainer": ("SavedSettings", "load_grad_info", "load_settings", "read_settings"),
+}
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+
+__all__ = [
+    "MergedRow",
+    "Parallel",
+    "SafeReader",
+    "SavedSettings",
+    "Snapshot",
+    "SpikeSettings",
+    "WorkerConfig",
+    "iter_tensors",
+    "load_batch",
+    "load_grad_info",
+    "load_model_fields",
+    "load_settings",
+    "open_snapshot",
+    "payload_counts",
+    "read_settings",
+    "read_tensors",
+]
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_ROOM_OF[name]}"), name)

@@ -1,0 +1,254 @@
+"""Open a snapshot: metadata, worker settings, and whether every file is there. No torch.
+
+AXRL writes ``axrl_metadata.json`` on rank 0 with no barrier, so it may exist while other ranks'
+files do not: completeness is checked file by file.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from replay_lib import layout
+from replay_lib.errors import IncompleteSnapshotError, SnapshotError, fault
+from replay_lib.snapshot.documents import COPY_AGAIN, missing, read_json
+from replay_lib.snapshot.model import (
+    Parallel,
+    RankFiles,
+    Snapshot,
+    SpikeSettings,
+    WorkerConfig,
+    worker_from,
+)
+
+KNOWN_VERSIONS = (1, 2)  # of AXRL's metadata; older files state none
+_METADATA_IS = "the metadata that AXRL's rank 0 writes last"
+_T = TypeVar("_T", bound=BaseModel)
+
+
+def open_snapshot(path: str | Path) -> Snapshot:
+    """Read and check the snapshot in directory ``path`` (``iter_*``); needs no torch.
+
+    Raises IncompleteSnapshotError naming the first file that is missing or cut short, and
+    SnapshotError where a file says something it cannot.
+    """
+    directory = _directory(Path(path))
+    metadata, source, legacy = _read_metadata(directory)
+    raw, raw_source = _worker_config(directory, metadata, source)
+    worker = _validated(WorkerConfig, worker_from, raw, raw_source)
+    spike = raw.get("spike_debug") or {}
+    parallel = _parallel(raw, raw_source)
+    _check_shared_files(directory, legacy)
+    count = _integer(metadata, "routing_payload_count_rank0", source)
+    return Snapshot(
+        path=directory,
+        step=_step(directory, metadata, source),
+        grad_norm_preclip=_number(metadata, "grad_norm", source),
+        grad_norm_median=_number(metadata, "grad_norm_median", source),
+        spike_ratio_recorded=_number(metadata, "spike_ratio_actual", source),
+        metadata_version=_version(metadata, source),
+        legacy=legacy,
+        routing_payload_count_rank0=count,
+        spike=_validated(SpikeSettings, SpikeSettings.model_validate, spike, raw_source),
+        parallel=parallel,
+        worker=worker,
+        dp_rank_files=_rank_files(directory, parallel, count),
+        sizes={p.name: p.stat().st_size for p in sorted(directory.iterdir()) if p.is_file()},
+    )
+
+
+def _directory(path: Path) -> Path:
+    if not path.is_dir():
+        raise IncompleteSnapshotError(
+            fault(path, None, "no such directory", "a snapshot directory (iter_*)")
+        )
+    inside = sorted(p.name for p in path.iterdir() if layout.step_of(p) is not None)
+    if inside:
+        raise SnapshotError(
+            fault(
+                path,
+                None,
+                f"{len(inside)} snapshots",
+                "one snapshot",
+                f"Name one of: {', '.join(inside)}.",
+            )
+        )
+    return path
+
+
+def _read_metadata(directory: Path) -> tuple[dict[str, Any], Path, bool]:
+    """AXRL's metadata, the file it came from, and whether that is the legacy place."""
+    modern = directory / layout.AXRL_METADATA
+    if modern.exists():
+        return read_json(modern, _METADATA_IS), modern, False
+    shared = directory / layout.MEGATRON_METADATA
+    if not shared.exists():
+        raise missing(modern, _METADATA_IS)
+    found = read_json(shared, _METADATA_IS)
+    if "sharded_backend" in found:  # Megatron's own: AXRL's was never written
+        raise missing(modern, _METADATA_IS)
+    return found, shared, True
+
+
+def _worker_config(
+    directory: Path, metadata: dict[str, Any], source: Path
+) -> tuple[dict[str, Any], Path]:
+    own = directory / layout.WORKER_CONFIG
+    if own.exists():
+        return read_json(own, "the worker's settings"), own
+    config = metadata.get("config")
+    if not isinstance(config, dict):
+        raise missing(own, "the worker's settings")
+    return config, source
+
+
+def _validated(model: type[_T], build: Any, raw: Any, source: Path) -> _T:
+    try:
+        built = build(raw)
+    except (ValidationError, AttributeError, TypeError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else None
+        field = ".".join(str(part) for part in first["loc"]) if first else None
+        found = repr(first["input"]) if first else f"{type(raw).__name__} ({error})"
+        expected = first["msg"] if first else f"an object of {model.__name__} fields"
+        raise SnapshotError(fault(source, field, found, expected)) from error
+    assert isinstance(built, model)
+    return built
+
+
+def _number(values: dict[str, Any], key: str, source: Path) -> float | None:
+    value = values.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise SnapshotError(fault(source, key, repr(value), "a number or null"))
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise SnapshotError(
+            fault(source, key, "an integer beyond float range", "a number or null")
+        ) from error
+
+
+def _integer(values: dict[str, Any], key: str, source: Path, least: int = 0) -> int | None:
+    value = values.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise SnapshotError(fault(source, key, repr(value), f"an integer of {least} or more"))
+    return value
+
+
+def _step(directory: Path, metadata: dict[str, Any], source: Path) -> int:
+    step = _integer(metadata, "global_step", source)
+    if step is None:
+        step = layout.step_of(directory)
+    if step is None:
+        raise SnapshotError(
+            fault(source, "global_step", "nothing", "the step, here or in the directory's name")
+        )
+    return step
+
+
+def _version(metadata: dict[str, Any], source: Path) -> int | None:
+    version = _integer(metadata, "metadata_version", source)
+    if version is not None and version not in KNOWN_VERSIONS:
+        raise SnapshotError(
+            fault(
+                source,
+                "metadata_version",
+                str(version),
+                " or ".join(map(str, KNOWN_VERSIONS)),
+                "The trainer is newer than this reader: take a newer version of this package.",
+            )
+        )
+    return version
+
+
+def _parallel(raw: dict[str, Any], source: Path) -> Parallel:
+    def ranks(key: str) -> int:
+        return _integer(raw, key, source, least=1) or 1
+
+    tp = ranks("tp_size")
+    # Megatron takes the tensor-parallel size for experts where none is given
+    etp = tp if "etp_size" in raw and raw["etp_size"] is None else ranks("etp_size")
+    parallel = Parallel(
+        tp=tp,
+        pp=ranks("pp_size"),
+        vpp=_integer(raw, "vpp_size", source, least=1),
+        cp=ranks("cp_size"),
+        ep=ranks("ep_size"),
+        etp=etp,
+        dp=ranks("dp_size"),
+    )
+    dense = parallel.tp * parallel.cp * parallel.dp
+    if dense % (parallel.ep * parallel.etp):
+        raise SnapshotError(
+            fault(
+                source,
+                "ep_size",
+                f"ep {parallel.ep} x etp {parallel.etp}",
+                f"a divisor of tp x cp x dp = {dense}",
+            )
+        )
+    return parallel
+
+
+def _check_shared_files(directory: Path, legacy: bool) -> None:
+    """The files that exist once; old snapshots may lack the trainer's."""
+    needed = {
+        layout.RUN_CONFIG: "the model's architecture",
+        layout.DCP_METADATA: "the table of the checkpoint's tensors",
+        layout.MEGATRON_METADATA: "Megatron's mark of a complete checkpoint",
+        layout.TRAINER: "the trainer, which holds the loss settings",
+    }
+    if legacy:
+        del needed[layout.TRAINER]
+    for name, why in needed.items():
+        if not (directory / name).is_file():
+            raise missing(directory / name, why)
+    if not legacy:
+        _check_backend(directory / layout.MEGATRON_METADATA)
+    if not any(directory.glob("*.distcp")):
+        raise missing(directory / "__0_0.distcp", "the checkpoint's tensors")
+
+
+def _check_backend(path: Path) -> None:
+    backend = read_json(path, "Megatron's mark of a complete checkpoint").get("sharded_backend")
+    if backend != "torch_dist":
+        raise SnapshotError(fault(path, "sharded_backend", repr(backend), "'torch_dist'"))
+
+
+def _rank_files(directory: Path, parallel: Parallel, count: int | None) -> tuple[RankFiles, ...]:
+    """Every rank's batch must be there and whole; one rank is picked for each dp rank."""
+    for rank in range(parallel.world_size):
+        _check_whole(directory / layout.batch_file(rank), f"the batch of rank {rank}")
+    if count:
+        _check_whole(directory / layout.routing_file(0), f"{count} routing payloads of rank 0")
+    return tuple(_files_of(directory, parallel, dp_rank) for dp_rank in range(parallel.dp))
+
+
+def _files_of(directory: Path, parallel: Parallel, dp_rank: int) -> RankFiles:
+    rank = parallel.first_rank(dp_rank)
+    routing = directory / layout.routing_file(rank)
+    grad_info = directory / layout.grad_info_file(rank)
+    if routing.exists():
+        _check_whole(routing, f"the routing payloads of rank {rank}")
+    return RankFiles(
+        dp_rank=dp_rank,
+        rank=rank,
+        batch=directory / layout.batch_file(rank),
+        routing=routing if routing.exists() else None,
+        grad_info=grad_info if grad_info.exists() else None,
+    )
+
+
+def _check_whole(path: Path, why: str) -> None:
+    """The table at the end of a torch file is its last write: without it the file is cut short."""
+    if not path.is_file():
+        raise missing(path, why)
+    if not zipfile.is_zipfile(path):
+        found = f"{path.stat().st_size} bytes without the table that ends a whole file"
+        raise IncompleteSnapshotError(fault(path, None, found, why, f"{COPY_AGAIN}."))

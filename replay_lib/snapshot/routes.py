@@ -1,0 +1,203 @@
+"""Tie the rows of a batch to their routing payloads.
+
+Entry k of a payload belongs to the k-th distinct handle in first-seen order (row, then path,
+then handle). Handles are equal iff object, first row and row count are all equal. Payload
+entries are already sliced to those rows. Source: AXRL's ``spike_snapshot_routing``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from replay_lib.errors import BatchError, IncompleteSnapshotError, SnapshotError, fault
+from replay_lib.snapshot.arrays import array_from
+from replay_lib.snapshot.pickles import load_untrusted
+from replay_lib.snapshot.stand_ins import StandIn, is_a, routing_table
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Handle = tuple[Any, int, int | None]  # what identifies the object, first row, number of rows
+Paths = list[list[Handle]]  # of one row: one path, or one for each leaf of a prefix tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergedRow:
+    """A row with several paths (a prefix tree): kept as read, not composed.
+
+    ``path_routes[p]`` is int16 ``[rows, L, K]``, the routes of path p before merging. ``tree``
+    is AXRL's PrefixMergeInfo as plain data (lists, ints, int tensors), or None where the row
+    has several paths but no tree.
+    """
+
+    path_routes: tuple[Tensor, ...]
+    tree: dict[str, Any] | None
+
+
+def unwrap(value: Any) -> Any:
+    """What a tensordict non-tensor wrapper holds, whatever version of tensordict wrote it.
+
+    The list sits under ``data`` somewhere in the wrapper's state, or in ``tensordicts``, one
+    wrapper an item, where the wrapper is a stack.
+    """
+    while is_a(value, "NonTensorData", "NonTensorStack"):
+        found = _search(value.state, 4)
+        if found is None:
+            raise ValueError("a non-tensor column without data")
+        value = found[0]
+    return value
+
+
+def _search(state: Any, depth: int) -> tuple[Any] | None:
+    if not isinstance(state, dict) or depth == 0:
+        return None
+    for key in ("data", "tensordicts"):
+        if key in state:
+            return (state[key],)
+    for inner in state.values():
+        found = _search(inner, depth - 1)
+        if found is not None:
+            return found
+    return None
+
+
+def handle_paths(column: Any, rows: int) -> list[Paths | None]:
+    """Handles of each row, by path; None for rows without. A ValueError where they are none."""
+    column = unwrap(column)
+    if column is None:
+        return [None] * rows
+    if not isinstance(column, list) or len(column) != rows:
+        found = f"{len(column)} items" if isinstance(column, list) else type(column).__name__
+        raise ValueError(f"{found} for {rows} rows")
+    return [_row_paths(item) for item in column]
+
+
+def _row_paths(row: Any) -> Paths | None:
+    row = unwrap(row)
+    if row is None:
+        return None
+    return [[_handle(unwrap(h)) for h in unwrap(path) or ()] for path in row]
+
+
+def _handle(value: Any) -> Handle:
+    if not is_a(value, "TensorHandle") or not isinstance(value.state, dict):
+        raise ValueError(f"a {type(value).__name__} where a handle belongs")
+    state = value.state
+    ref = state.get("ref")
+    if isinstance(ref, StandIn):  # a dead object: only equality matters
+        ref = ref.args
+    start, count = state.get("row_start", 0), state.get("row_count")
+    if not isinstance(start, int) or not isinstance(count, int | None):
+        raise ValueError(f"a handle with rows {start!r:.40} and {count!r:.40}")
+    return ref, start, count
+
+
+def distinct(rows: Sequence[Paths | None]) -> list[Handle]:
+    """Distinct handles in first-seen order."""
+    seen = {handle: None for paths in rows if paths for path in paths for handle in path}
+    return list(seen)
+
+
+def read_payload(path: Path) -> list[Tensor]:
+    """Arrays of a routing payload, each int16 ``[rows, L, K]`` (as stored, already sliced)."""
+    import torch
+
+    found = load_untrusted(path, routing_table(), "the routing payloads of the batch's handles")
+    if not isinstance(found, list):
+        raise SnapshotError(fault(path, None, type(found).__name__, "a list of arrays"))
+    payload: list[Tensor] = []
+    for index, item in enumerate(found):
+        try:
+            tensor = torch.from_numpy(array_from(item))
+        except (ValueError, TypeError) as error:
+            raise SnapshotError(
+                fault(path, f"entry {index}", str(error), "an integer array [rows, L, K]")
+            ) from error
+        payload.append(_checked(tensor, path, index, payload[0] if payload else None))
+    return payload
+
+
+def _checked(tensor: Tensor, path: Path, index: int, first: Tensor | None) -> Tensor:
+    """int16, three axes, L and K as in the first entry."""
+    import torch
+
+    found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    if tensor.ndim != 3 or tensor.dtype.is_floating_point or tensor.dtype is torch.bool:
+        raise BatchError(fault(path, f"entry {index}", found, "an integer array [rows, L, K]"))
+    if first is not None and tensor.shape[1:] != first.shape[1:]:
+        layers, topk = first.shape[1:]
+        raise BatchError(
+            fault(path, f"entry {index}", found, f"[rows, {layers}, {topk}] as in entry 0")
+        )
+    bounds = torch.iinfo(torch.int16)
+    if tensor.numel() and not bounds.min <= int(tensor.min()) <= int(tensor.max()) <= bounds.max:
+        raise BatchError(fault(path, f"entry {index}", "expert ids beyond int16", "int16 ids"))
+    return tensor.to(torch.int16)
+
+
+def tie(
+    rows: Sequence[Paths | None], payload_file: Path | None, expected_file: Path
+) -> list[list[Tensor] | None]:
+    """Routes of each row by path, int16 ``[n, L, K]``; None for rows without handles.
+
+    Raises IncompleteSnapshotError where there are handles and no payload file, and BatchError
+    with both counts where they differ in number.
+    """
+    handles = distinct(rows)
+    if payload_file is None:
+        if handles:
+            raise IncompleteSnapshotError(
+                fault(expected_file, None, "no such file", f"payloads of {len(handles)} handles")
+            )
+        return [None] * len(rows)
+    payload = read_payload(payload_file)
+    if len(payload) != len(handles):
+        raise BatchError(
+            fault(
+                payload_file,
+                None,
+                f"{len(payload)} routing payloads",
+                f"one for each of the batch's {len(handles)} distinct handles",
+                "The two files are not of the same step: copy both again.",
+            )
+        )
+    by_handle = dict(zip(handles, payload, strict=True))
+    return [
+        None if paths is None else [_joined(path, by_handle, payload) for path in paths]
+        for paths in rows
+    ]
+
+
+def _joined(path: list[Handle], by_handle: dict[Handle, Tensor], payload: list[Tensor]) -> Tensor:
+    import torch
+
+    if path:
+        return torch.cat([by_handle[handle] for handle in path])
+    layers, topk = payload[0].shape[1:] if payload else (0, 0)
+    return torch.empty(0, layers, topk, dtype=torch.int16)
+
+
+def plain_tree(value: Any) -> dict[str, Any] | None:
+    """A PrefixMergeInfo stand-in as plain data, its arrays as tensors."""
+    value = unwrap(value)
+    if value is None:
+        return None
+    if not is_a(value, "PrefixMergeInfo") or not isinstance(value.state, dict):
+        raise ValueError(f"a {type(value).__name__} where a prefix tree belongs")
+    return {str(key): _plain(item) for key, item in value.state.items()}
+
+
+def _plain(value: Any) -> Any:
+    import torch
+
+    if is_a(value, "_reconstruct"):
+        return torch.from_numpy(array_from(value))
+    if isinstance(value, StandIn):
+        state = value.state if isinstance(value.state, dict) else {}
+        return {str(key): _plain(item) for key, item in state.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(item) for item in value)
+    return value
