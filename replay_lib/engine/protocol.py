@@ -6,6 +6,7 @@ not finite travel as the strings "NaN", "Infinity" and "-Infinity", so every lin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Protocol
 
@@ -97,7 +98,7 @@ class Retained(Frozen):
     def smallest(self) -> float:
         """The share that counts; NaN if any is NaN."""
         shares = (self.tokens, self.advantage, self.dloss_dlogprob)
-        return float("nan") if any(s != s for s in shares) else min(shares)
+        return float("nan") if any(math.isnan(s) for s in shares) else min(shares)
 
 
 class Outcome(Frozen):

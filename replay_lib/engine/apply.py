@@ -1,0 +1,231 @@
+"""Apply the patches of one experiment, seam by seam, and count what they touched.
+
+Seams act in the order weights, model fields, routing, batch, settings, token weights; inside a
+seam in the order written. Every seam is a pure function here except the first two, which change
+the live model inside a ``with`` block that puts everything back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replay_lib.batch import ROW_COLUMNS, TOKEN_COLUMNS, RankBatch
+from replay_lib.engine.inputs import RankInput
+from replay_lib.engine.model import LiveModel
+from replay_lib.errors import PatchError
+from replay_lib.loss import GrpoSettings
+from replay_lib.patch import Patch, Seam
+
+#: Columns that decide what the model reads: a batch patch that changes one replays another step.
+MODEL_COLUMNS = ("input_ids", "labels", "attention_mask", "position_ids", "index")
+
+#: Configuration fields that Megatron reads at every forward, and where it keeps a second copy.
+LIVE_FIELDS: dict[str, str | None] = {
+    "moe_router_dtype": None,
+    "moe_router_pre_softmax": None,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_aux_loss_coeff": None,
+    "moe_z_loss_coeff": None,
+    "moe_expert_capacity_factor": None,
+    "moe_router_score_function": "score_function",
+    "moe_router_load_balancing_type": "routing_type",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patched:
+    """What an experiment replays, after its patches. ``touched`` counts changes by seam.
+
+    Counts of routing, batch and settings are known here; weights, model fields and token weights
+    add theirs while the model runs.
+    """
+
+    batches: tuple[RankBatch, ...]
+    forced: tuple[Tensor | None, ...]
+    settings: GrpoSettings
+    weights: tuple[Patch, ...]
+    model: tuple[Patch, ...]
+    token_weights: tuple[Patch, ...]
+    touched: dict[Seam, int]
+
+
+def apply_patches(
+    patches: Sequence[Patch], ranks: Sequence[RankInput], settings: GrpoSettings
+) -> Patched:
+    """Apply the pure seams of ``patches`` to the inputs; nothing given is modified."""
+    by_seam = {seam: tuple(p for p in patches if p.seam is seam) for seam in Seam}
+    touched = {seam: 0 for seam in Seam if by_seam[seam]}
+    forced: list[Tensor | None] = []
+    batches: list[RankBatch] = []
+    for rank in ranks:
+        routing, count = _apply_routing(by_seam[Seam.ROUTING], rank)
+        _add(touched, Seam.ROUTING, count)
+        batch, count = _apply_batch(by_seam[Seam.BATCH], rank.batch)
+        _add(touched, Seam.BATCH, count)
+        forced.append(routing)
+        batches.append(batch)
+    changed, count = _apply_settings(by_seam[Seam.SETTINGS], settings)
+    _add(touched, Seam.SETTINGS, count)
+    return Patched(
+        batches=tuple(batches),
+        forced=tuple(forced),
+        settings=changed,
+        weights=by_seam[Seam.WEIGHTS],
+        model=by_seam[Seam.MODEL],
+        token_weights=by_seam[Seam.TOKEN_WEIGHTS],
+        touched=touched,
+    )
+
+
+def _add(touched: dict[Seam, int], seam: Seam, count: int) -> None:
+    if seam in touched:
+        touched[seam] += count
+
+
+def _apply_routing(patches: Sequence[Patch], rank: RankInput) -> tuple[Tensor | None, int]:
+    if rank.forced_BTL is None or not patches:
+        return rank.forced_BTL, 0
+    forced = rank.forced_BTL
+    for patch in patches:
+        nxt = patch.apply(forced.clone(), rank.batch)
+        if not isinstance(nxt, Tensor) or nxt.shape != forced.shape or nxt.dtype != torch.bool:
+            raise PatchError(
+                f"a routing patch must return a bool tensor {list(forced.shape)} [B, T, L]; "
+                f"it returned {_describe(nxt)}"
+            )
+        forced = nxt
+    real = rank.batch.attention_mask.unsqueeze(-1)
+    return forced, int(((forced != rank.forced_BTL) & real).sum())
+
+
+def _apply_batch(patches: Sequence[Patch], batch: RankBatch) -> tuple[RankBatch, int]:
+    current = batch
+    for patch in patches:
+        current = patch.apply(current)
+        if not isinstance(current, RankBatch):
+            raise PatchError(f"a batch patch must return a RankBatch, not {_describe(current)}")
+    if current is batch:
+        return batch, 0
+    count = 0
+    for name in TOKEN_COLUMNS + ROW_COLUMNS:
+        changed = _changed(getattr(batch, name), getattr(current, name), name)
+        if changed and name in MODEL_COLUMNS:
+            raise PatchError(
+                f"a batch patch changed {changed} elements of {name}, which the model reads: that "
+                "would be another step. Change loss columns only, or preserve another snapshot."
+            )
+        count += changed
+    return current, count
+
+
+def _changed(before: Tensor | None, after: Tensor | None, name: str) -> int:
+    if before is after:
+        return 0
+    if before is None or after is None:
+        return int((after if before is None else before).numel())  # type: ignore[union-attr]
+    if before.shape != after.shape or before.dtype != after.dtype:
+        raise PatchError(
+            f"a batch patch gave {name} as {_describe(after)}, expected {_describe(before)}"
+        )
+    same = before == after
+    if before.is_floating_point():
+        same |= before.isnan() & after.isnan()
+    return int((~same).sum())
+
+
+def _apply_settings(patches: Sequence[Patch], settings: GrpoSettings) -> tuple[GrpoSettings, int]:
+    current = settings
+    for patch in patches:
+        current = patch.apply(current)
+        if not isinstance(current, GrpoSettings):
+            raise PatchError(f"a settings patch must return GrpoSettings, not {_describe(current)}")
+    before, after = settings.model_dump(), current.model_dump()
+    return current, sum(before[k] != after[k] for k in before)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return type(value).__name__
+
+
+@contextlib.contextmanager
+def patched_model(model: LiveModel, patched: Patched) -> Iterator[dict[Seam, int]]:
+    """Weights and model fields changed inside the block; yields what was touched by both."""
+    with (
+        patched_weights(model.parameters(), patched.weights) as weights,
+        patched_fields(model, patched.model) as fields,
+    ):
+        counts = {Seam.WEIGHTS: weights, Seam.MODEL: fields}
+        yield {seam: n for seam, n in counts.items() if seam in patched.touched}
+
+
+@contextlib.contextmanager
+def patched_weights(parameters: Mapping[str, Tensor], patches: Sequence[Patch]) -> Iterator[int]:
+    """Replace parameters inside the block; yields how many elements differ."""
+    saved: dict[str, Tensor] = {}
+    touched = 0
+    try:
+        for patch in patches:
+            view = {name: p.detach().clone() for name, p in parameters.items()}
+            for name, value in patch.apply(view).items():
+                touched += _replace_weight(parameters, saved, name, value)
+        yield touched
+    finally:
+        for name, value in saved.items():
+            parameters[name].data.copy_(value)
+
+
+def _replace_weight(
+    parameters: Mapping[str, Tensor], saved: dict[str, Tensor], name: str, value: Tensor
+) -> int:
+    if name not in parameters:
+        raise PatchError(f"a weights patch replaces {name!r}, which the model does not have")
+    target = parameters[name].data
+    if value.shape != target.shape or value.dtype != target.dtype:
+        raise PatchError(
+            f"a weights patch gave {name} as {_describe(value)}, expected {_describe(target)}"
+        )
+    saved.setdefault(name, target.clone())
+    changed = int((target != value).sum())
+    target.copy_(value)
+    return changed
+
+
+@contextlib.contextmanager
+def patched_fields(model: LiveModel, patches: Sequence[Patch]) -> Iterator[int]:
+    """Set configuration fields of the live model inside the block; yields how many differ."""
+    saved: list[tuple[Any, str, Any]] = []
+    touched = 0
+    try:
+        for patch in patches:
+            for name, value in patch.apply(
+                {f: getattr(model.config, f) for f in LIVE_FIELDS}
+            ).items():
+                if name not in LIVE_FIELDS:
+                    raise PatchError(
+                        f"model field {name!r} cannot be changed on a live model; those that can: "
+                        + ", ".join(sorted(LIVE_FIELDS))
+                    )
+                touched += getattr(model.config, name) != value
+                _set(saved, model.config, name, value)
+                copy = LIVE_FIELDS[name]
+                for router in model.routers if copy else ():
+                    _set(saved, router, str(copy), value)
+        yield touched
+    finally:
+        for owner, name, value in reversed(saved):
+            setattr(owner, name, value)
+
+
+def _set(saved: list[tuple[Any, str, Any]], owner: Any, name: str, value: Any) -> None:
+    saved.append((owner, name, getattr(owner, name)))
+    setattr(owner, name, value)

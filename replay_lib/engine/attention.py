@@ -1,0 +1,82 @@
+"""Causal attention over packed rows with scaled-dot-product attention.
+
+Rows of a micro-batch lie one after another in one sequence of N tokens. They are gathered into a
+padded ``[B, A, S, D]`` block (a causal row never looks at the padding behind it), or, where that
+would waste more than half of the work, taken row by row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+#: Flash, cuDNN and varlen attention vary in dQ from run to run even in torch's deterministic mode
+#: (seen on an H200, torch 2.11, bfloat16); memory-efficient and math attention do not.
+DETERMINISTIC_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Where the rows of a packed micro-batch lie.
+
+    ``starts`` are B + 1 offsets into the N packed tokens, the tail belonging to the last row.
+    ``gather [B * S]`` maps padded to packed positions, ``scatter [N]`` packed to padded ones; both
+    are None where rows are taken one by one.
+    """
+
+    starts: tuple[int, ...]
+    gather: Tensor | None
+    scatter: Tensor | None
+
+    @property
+    def longest(self) -> int:
+        """S, tokens of the longest row, the tail included."""
+        return max(b - a for a, b in pairwise(self.starts))
+
+
+def rows_of(starts: list[int], device: torch.device) -> Rows:
+    """Index tensors for rows that start at ``starts`` (B + 1 offsets)."""
+    lengths = [b - a for a, b in pairwise(starts)]
+    longest, rows = max(lengths), len(lengths)
+    if rows * longest > 2 * starts[-1]:
+        return Rows(starts=tuple(starts), gather=None, scatter=None)
+    first = torch.tensor(starts[:-1]).unsqueeze(1)
+    last = torch.tensor(starts[1:]).unsqueeze(1) - 1
+    gather = torch.minimum(first + torch.arange(longest), last).reshape(-1)
+    scatter = torch.cat([torch.arange(n) + row * longest for row, n in enumerate(lengths)])
+    return Rows(starts=tuple(starts), gather=gather.to(device), scatter=scatter.to(device))
+
+
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float) -> Tensor:
+    """Attend ``query [N, A, D]`` to ``key, value [N, G, D]`` inside each row; ``[N, A, D]``."""
+    repeat = query.shape[1] // key.shape[1]
+    if rows.gather is None or rows.scatter is None:
+        parts = [
+            _causal(query[None, a:b], key[None, a:b], value[None, a:b], repeat, scale)[0]
+            for a, b in pairwise(rows.starts)
+        ]
+        return torch.cat(parts)
+    q, k, v = (
+        x.index_select(0, rows.gather).view(-1, rows.longest, *x.shape[1:])
+        for x in (query, key, value)
+    )
+    out = _causal(q, k, v, repeat, scale)
+    return out.flatten(0, 1).index_select(0, rows.scatter)
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, repeat: int, scale: float) -> Tensor:
+    """``[B, S, A, D]`` causal attention; key and value groups are repeated for their queries."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if repeat > 1:
+        k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
+    if q.is_cuda and torch.are_deterministic_algorithms_enabled():
+        with sdpa_kernel(DETERMINISTIC_BACKENDS):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    return out.transpose(1, 2)

@@ -1,0 +1,124 @@
+"""Gradients of one experiment: accumulated in float32, measured in float64, and digested."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+#: Words of the digest's multiplier table; gradients are hashed in blocks of this many floats.
+_BLOCK = 1 << 20
+
+
+class GradientBuffers:
+    """One float32 buffer a parameter, all in one flat tensor, in the order of ``shapes``.
+
+    Megatron accumulates the same way: each micro-batch's gradient, in the parameter's dtype, is
+    added to a float32 main gradient.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        total = sum(p.numel() for p in parameters.values())
+        device = next(iter(parameters.values())).device
+        self.flat = torch.zeros(total, dtype=torch.float32, device=device)
+        self.views: dict[str, Tensor] = {}
+        start = 0
+        for name, parameter in parameters.items():
+            view = self.flat[start : start + parameter.numel()]
+            self.views[name] = view.view(parameter.shape)
+            start += parameter.numel()
+
+    def scale(self, factor: float) -> None:
+        """Multiply every gradient by ``factor`` (one over the summed denominators)."""
+        self.flat.mul_(factor)
+
+
+class GradientCollector:
+    """Moves each parameter's gradient into the buffers that are current, as soon as it is ready."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parameters = dict(module.named_parameters())
+        self.current: GradientBuffers | None = None
+        for name, parameter in self.parameters.items():
+            parameter.register_post_accumulate_grad_hook(self._hook(name))
+
+    def _hook(self, name: str):  # type: ignore[no-untyped-def]
+        def collect(parameter: Tensor) -> None:
+            assert self.current is not None and parameter.grad is not None
+            self.current.views[name].add_(parameter.grad)
+            parameter.grad = None
+
+        return collect
+
+    def new_buffers(self) -> GradientBuffers:
+        """Zeroed buffers for one experiment."""
+        return GradientBuffers(self.parameters)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Norm, per-parameter norms (L2, before clipping, float64 sums) and digest of a gradient."""
+
+    norm: float
+    param_norms: dict[str, float]
+    digest: str
+    nonfinite: tuple[str, ...]
+
+
+def measure(buffers: GradientBuffers, names: Mapping[str, str]) -> Measured:
+    """Measure a finished gradient; ``names`` maps module names to the names that are reported.
+
+    Each parameter counts once: tied weights are one parameter, experts are separate rows of one.
+    """
+    squares = torch.stack(
+        [torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in buffers.views.values()]
+    ).tolist()
+    by_name: dict[str, float] = {}
+    for own, square in zip(buffers.views, squares, strict=True):
+        shown = names.get(own, own)
+        by_name[shown] = by_name.get(shown, 0.0) + square
+    norms = {name: square**0.5 for name, square in by_name.items()}
+    bad = tuple(name for name, norm in norms.items() if not norm < float("inf"))
+    return Measured(
+        norm=sum(squares) ** 0.5, param_norms=norms, digest=digest(buffers), nonfinite=bad
+    )
+
+
+def digest(buffers: GradientBuffers) -> str:
+    """A fingerprint of every bit of the gradient, equal only for bit-equal gradients.
+
+    The float32 bits are read as integers, multiplied by a fixed table of odd 64-bit numbers and
+    summed modulo 2**64 in blocks: integer sums do not depend on their order, so the fingerprint is
+    the same on every device. The block sums and the parameters' names and shapes go through
+    SHA-256. (Hashing gigabytes on the host would cost more than the replay.)
+    """
+    table = _table(buffers.flat.device)
+    bits = buffers.flat.view(torch.int32)
+    whole = bits.numel() // _BLOCK * _BLOCK
+    sums: list[int] = []
+    for start in range(0, whole, 64 * _BLOCK):  # bounds the 8-byte temporaries to 0.5 GB
+        block = bits[start : min(start + 64 * _BLOCK, whole)].view(-1, _BLOCK)
+        sums += (block.long() * table).sum(dim=1).tolist()
+    rest = bits[whole:]
+    sums.append(int((rest.long() * table[: rest.numel()]).sum()))
+    outer = hashlib.sha256()
+    for name, view in buffers.views.items():
+        outer.update(f"{name}{tuple(view.shape)};".encode())
+    outer.update(",".join(map(str, sums)).encode())
+    return outer.hexdigest()
+
+
+def _table(device: torch.device) -> Tensor:
+    """Odd multipliers: splitmix64 of the position (Steele et al. 2014), modulo 2**64."""
+    if device not in _TABLES:
+        x = torch.arange(_BLOCK, dtype=torch.int64) * -7046029254386353131
+        for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+            x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
+        _TABLES[device] = (x | 1).to(device)
+    return _TABLES[device]
+
+
+_TABLES: dict[torch.device, Tensor] = {}

@@ -1,0 +1,222 @@
+"""Open a snapshot in the worker: read, check, build, load. Everything that is done once."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from replay_lib.engine.comm import Comm
+from replay_lib.engine.gradients import GradientCollector
+from replay_lib.engine.inputs import micro_batches, rank_input
+from replay_lib.engine.memory import needed_bytes, refuse_what_cannot_fit
+from replay_lib.engine.model import build_model
+from replay_lib.engine.model_config import ModelConfig, model_config
+from replay_lib.engine.protocol import Fidelity, Frozen, SessionInfo
+from replay_lib.engine.routes import attach
+from replay_lib.engine.step import Loaded
+from replay_lib.engine.weights import NOT_MODEL, canonical_names, load_weights, vocab_rows
+from replay_lib.errors import BatchError, UnsupportedModelError, UsageError
+from replay_lib.microbatch import split_ranks
+from replay_lib.snapshot import (
+    Snapshot,
+    load_batch,
+    load_model_fields,
+    load_settings,
+    open_snapshot,
+)
+from replay_lib.snapshot.checkpoint import SafeReader
+
+
+class OpenRequest(Frozen):
+    """What a session is opened with; paths are absolute, ``dp_ranks`` None means all of them."""
+
+    snapshot: str
+    precision: str = "recorded"
+    dp_ranks: tuple[int, ...] | None = None
+    deterministic: bool = True
+    mitigations: tuple[str, ...] = ()
+    python_path: tuple[str, ...] = ()
+
+
+@dataclass
+class Stopwatch:
+    """Seconds of each named part of the start."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    last: float = field(default_factory=time.perf_counter)
+
+    def lap(self, name: str) -> None:
+        """Book the time since the last lap under ``name``."""
+        now = time.perf_counter()
+        self.seconds[name] = round(now - self.last, 3)
+        self.last = now
+
+
+def load(request: OpenRequest, comm: Comm, watch: Stopwatch) -> tuple[Loaded, SessionInfo]:
+    """Load what ``request`` names onto this process's device."""
+    snapshot = open_snapshot(Path(request.snapshot))
+    _refuse_unsupported_run(snapshot)
+    config = model_config(load_model_fields(snapshot), request.precision)
+    dp_ranks = _dp_ranks(snapshot, request.dp_ranks)
+    settings = load_settings(snapshot)
+    batches = {r: load_batch(snapshot, r) for r in range(snapshot.parallel.dp)}
+    splits = _splits(snapshot, [batches[r] for r in sorted(batches)])
+    watch.lap("snapshot")
+    index = SafeReader(snapshot.path).read_metadata()
+    vocab = vocab_rows(index, snapshot.path)
+    _check_memory(index, config, vocab, snapshot, comm.device)
+    replay = snapshot.worker.enable_routing_replay and any(config.moe_layers)
+    model = build_model(config, vocab=vocab, replay=replay, device=comm.device)
+    if replay:
+        attach(model)
+    watch.lap("model")
+    names = canonical_names(load_weights(model.module, snapshot.path))
+    watch.lap("weights")
+    mine = dp_ranks[comm.rank :: comm.world]
+    ranks = [
+        rank_input(
+            batches[r],
+            splits[r],
+            model,
+            replay=replay,
+            loss_tokens_only=snapshot.worker.replay_routing_for_loss_tokens_only,
+        )
+        for r in mine
+    ]
+    loaded = Loaded(
+        model=model,
+        collector=GradientCollector(model.module),
+        names=names,
+        ranks=tuple(ranks),
+        micro=tuple(micro_batches(ranks, comm.device)),
+        settings=settings,
+        comm=comm,
+    )
+    watch.lap("batches")
+    return loaded, _info(
+        snapshot,
+        loaded,
+        config,
+        dp_ranks=dp_ranks,
+        deterministic=request.deterministic,
+        seconds=watch.seconds,
+    )
+
+
+def _refuse_unsupported_run(snapshot: Snapshot) -> None:
+    worker = snapshot.worker
+    refused = {
+        "fp8": bool(worker.fp8),
+        "fp16": worker.fp16,
+        "enable_fp32_lm_head": worker.enable_fp32_lm_head and worker.bf16,
+        "model_role (critic)": worker.model_role != "actor",
+    }
+    named = [name for name, there in refused.items() if there]
+    if named:
+        raise UnsupportedModelError(
+            f"{snapshot.path}: the run used {', '.join(named)}, which this engine does not model"
+        )
+
+
+def _dp_ranks(snapshot: Snapshot, wanted: tuple[int, ...] | None) -> tuple[int, ...]:
+    recorded = snapshot.parallel.dp
+    chosen = tuple(range(recorded)) if wanted is None else tuple(sorted(set(wanted)))
+    unknown = [r for r in chosen if not 0 <= r < recorded]
+    if unknown or not chosen:
+        raise UsageError(
+            f"{snapshot.path}: no data-parallel ranks {unknown or '(none given)'}; "
+            f"the run had 0 to {recorded - 1}"
+        )
+    return chosen
+
+
+def _splits(snapshot: Snapshot, batches: list) -> list[list[list[int]]]:  # type: ignore[type-arg]
+    """Micro-batches as the run split them: the count of a dynamic split depends on all ranks."""
+    worker = snapshot.worker
+    return split_ranks(
+        [b.lengths() for b in batches],
+        [b.width for b in batches],
+        dynamic=worker.use_dynamic_batch_size,
+        micro_batch_size=worker.train_micro_batch_size,
+        seq_length=worker.seq_length,
+        vpp=snapshot.parallel.vpp,
+    )
+
+
+def _check_memory(
+    index: object, config: ModelConfig, vocab: int, snapshot: Snapshot, device: torch.device
+) -> None:
+    entries = index.state_dict_metadata  # type: ignore[attr-defined]
+    parameters = sum(
+        entry.size.numel()
+        for key, entry in entries.items()
+        if hasattr(entry, "size") and not key.startswith(NOT_MODEL)
+    )
+    needed = needed_bytes(
+        parameters,
+        bytes_each=getattr(torch, config.dtype).itemsize,
+        tokens=snapshot.worker.train_micro_batch_size * max(snapshot.worker.seq_length, 1),
+        vocab=vocab,
+        layers=int(config.transformer["num_layers"]),
+        hidden=int(config.transformer["hidden_size"]),
+    )
+    refuse_what_cannot_fit(needed, device)
+
+
+def _fidelity(snapshot: Snapshot, dp_ranks: tuple[int, ...], world: int) -> Fidelity:
+    """Decided here and nowhere else: which ranks' batches, on which layout."""
+    parallel = snapshot.parallel
+    if len(dp_ranks) < parallel.dp:
+        return "reduced"
+    sharded = (parallel.tp, parallel.pp, parallel.cp, parallel.ep, parallel.etp)
+    same = world == parallel.dp and all(size == 1 for size in sharded)
+    return "full" if same else "folded"
+
+
+def _info(
+    snapshot: Snapshot,
+    loaded: Loaded,
+    config: ModelConfig,
+    *,
+    dp_ranks: tuple[int, ...],
+    deterministic: bool,
+    seconds: dict[str, float],
+) -> SessionInfo:
+    if not loaded.ranks:
+        raise BatchError("more replaying ranks than data-parallel ranks to replay")
+    world = loaded.comm.world
+    return SessionInfo(
+        snapshot=str(snapshot.path),
+        step=snapshot.step,
+        fidelity=_fidelity(snapshot, dp_ranks, world),
+        dp_ranks=dp_ranks,
+        dp_recorded=snapshot.parallel.dp,
+        layout={"dp": world, "tp": 1, "pp": 1, "cp": 1, "ep": 1},
+        device=device_name(loaded.comm.device),
+        dtype=config.dtype,
+        deterministic=deterministic,
+        parameters=sum(p.numel() for p in loaded.collector.parameters.values()),
+        versions=versions(),
+        seconds=seconds,
+        notes=config.notes,
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """``cpu`` or the name that the driver gives the GPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides a figure's last digits."""
+    found: dict[str, str] = {"torch": torch.__version__}
+    for name in ("megatron-core", "axrl-spike-replay"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed as a package"
+    return found

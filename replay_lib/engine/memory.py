@@ -1,0 +1,54 @@
+"""What fits: refuse before loading what cannot, and choose how many experiments share a forward."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from replay_lib.engine.step import Loaded
+from replay_lib.errors import EngineError
+
+#: Experiments of one group each hold a float32 gradient; more than this many gain nothing.
+LARGEST_GROUP = 16
+#: Share of the free memory that a group's gradients may take; activations need the rest.
+GROUP_SHARE = 0.4
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory on ``device``, in bytes."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
+def needed_bytes(
+    parameters: int, *, bytes_each: int, tokens: int, vocab: int, layers: int, hidden: int
+) -> int:
+    """A lower estimate of what one replay needs, in bytes.
+
+    Weights in their dtype and two float32 gradients (the baseline's and one experiment's); three
+    float32 copies of the logits; about 34 hidden-sized float32 activations a layer and token
+    (Korthikanti et al. 2022, table 2, without recompute and dropout masks).
+    """
+    weights = parameters * (bytes_each + 8)
+    logits = 3 * 4 * tokens * vocab
+    return weights + logits + 34 * 4 * layers * tokens * hidden
+
+
+def refuse_what_cannot_fit(needed: int, device: torch.device) -> None:
+    """Raise EngineError where ``needed`` bytes are more than ``device`` has free."""
+    free = free_bytes(device)
+    if needed > free:
+        raise EngineError(
+            f"the replay needs about {needed / 2**30:.1f} GiB on {device}, {free / 2**30:.1f} GiB "
+            "are free; nothing was loaded. Use a larger device, or replay fewer data-parallel "
+            "ranks with --dp-ranks (a diagnostic, not full-fidelity)."
+        )
+
+
+def group_size(loaded: Loaded) -> int:
+    """How many experiments may share one forward, at least 1."""
+    parameters = sum(p.numel() for p in loaded.collector.parameters.values())
+    fits = int(GROUP_SHARE * free_bytes(loaded.model.device) / (4 * max(parameters, 1)))
+    # A patch of the forward replays twice (stored and carried), hence the halving.
+    return max(1, min(LARGEST_GROUP, fits // 2))

@@ -1,0 +1,262 @@
+"""From the saved model section to a Megatron-Core configuration, or a refusal by field name.
+
+The saved section (``run_config.yaml``) holds every field of Megatron-Bridge's provider, and its
+keys differ between versions. Four kinds are told apart: fields that shape the network and are
+taken over; fields that the replay sets itself (layout, fusions, recompute: they change speed, not
+the step); fields that must have their neutral value, else the replay is refused; and all others,
+which are ignored where they are neutral and noted where they are not known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from replay_lib.errors import UnsupportedModelError, fault
+from replay_lib.layout import RUN_CONFIG
+
+#: Fields of Megatron's TransformerConfig that shape the step and are taken over as saved.
+TAKEN = [
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "softmax_scale",
+    "layernorm_epsilon",
+    "layernorm_zero_centered_gamma",
+    "normalization",
+    "qk_layernorm",
+    "gated_linear_unit",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "attention_softmax_in_fp32",
+    "rotary_interleaved",
+    "fp32_residual_connection",
+    "apply_residual_connection_post_layernorm",
+    "num_moe_experts",
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_router_score_function",
+    "moe_router_dtype",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_router_enable_expert_bias",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_apply_probs_on_input",
+    "moe_expert_capacity_factor",
+    "moe_pad_expert_input_to_capacity",
+    "moe_token_drop_policy",
+    "moe_token_dropping",
+]
+
+#: Arguments of GPTModel (not of its configuration), with the value used where they are absent.
+GPT_FIELDS: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "rotary_base": 10000,
+    "rotary_percent": 1.0,
+    "rope_scaling": False,
+    "rope_scaling_factor": 8.0,
+    "seq_len_interpolation_factor": None,
+    "share_embeddings_and_output_weights": False,
+}
+
+#: Fields that this engine does not model: any other value than these is refused by name.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "multi_latent_attention": (False, None),
+    "mtp_num_layers": (None, 0),
+    "fp8": (None, False),
+    "fp4": (None, False),
+    "fp16": (False, None),
+    "experimental_attention_variant": (None,),
+    "linear_attention_freq": (None,),
+    "is_hybrid_model": (False, None),
+    "hybrid_override_pattern": (None,),
+    "heterogeneous_block_specs": (False, None),
+    "window_size": (None,),
+    "softmax_type": ("vanilla", None),
+    "qk_l2_norm": (False, None),
+    "no_rope_freq": (None,),
+    "attention_output_gate": (False, None),
+    "moe_latent_size": (None,),
+    "moe_input_jitter_eps": (None, 0, 0.0),
+    "moe_router_force_load_balancing": (False, None),
+    "moe_router_force_biased": (None,),
+    "moe_n_hash_layers": (None, 0),
+    "hidden_dropout": (0, 0.0, None),
+    "attention_dropout": (0, 0.0, None),
+    "activation_func_clamp_value": (None,),
+    "glu_linear_offset": (0, 0.0, None),
+    "mrope_section": (None,),
+    "vision_config": (None,),
+    "yarn_rotary_scaling_factor": (None,),
+    "init_model_with_meta_device": (False, None),
+}
+
+#: Balancing by running state over steps cannot be folded or restored from a snapshot.
+FOLDABLE_BALANCING = ("none", "aux_loss", "seq_aux_loss")
+ACTIVATIONS = {
+    "torch.nn.functional.silu": "silu",
+    "torch.nn.functional.gelu": "gelu",
+    "torch.nn.functional.relu": "relu",
+}
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What the engine builds: plain values, no torch. ``dtype`` is the parameters' dtype."""
+
+    transformer: dict[str, Any]
+    gpt: dict[str, Any]
+    activation: str
+    dtype: str
+    max_sequence_length: int
+    notes: tuple[str, ...]
+
+    @property
+    def moe_layers(self) -> tuple[bool, ...]:
+        """For each transformer layer, whether it is a MoE layer."""
+        layers = int(self.transformer["num_layers"])
+        if not self.transformer.get("num_moe_experts"):
+            return (False,) * layers
+        return moe_pattern(self.transformer.get("moe_layer_freq", 1), layers)
+
+
+def moe_pattern(freq: Any, layers: int) -> tuple[bool, ...]:
+    """Which layers are MoE by Megatron's ``moe_layer_freq``: every n-th, or as a list says."""
+    if isinstance(freq, int):
+        return tuple(i % freq == 0 for i in range(layers))
+    if isinstance(freq, list | tuple) and len(freq) == layers:
+        return tuple(bool(x) for x in freq)
+    raise UnsupportedModelError(
+        fault(
+            RUN_CONFIG,
+            "model.moe_layer_freq",
+            repr(freq),
+            f"an integer or a list of {layers} zeros and ones",
+        )
+    )
+
+
+def model_config(fields: Mapping[str, Any], precision: str = "recorded") -> ModelConfig:
+    """Read the saved model section ``fields`` (plain values as ``load_model_fields`` gives them).
+
+    ``precision``: ``recorded``, or ``float32`` or ``bfloat16`` to run in another dtype. Raises
+    UnsupportedModelError that names every field in the way at once.
+    """
+    refused = _refused(fields)
+    if refused:
+        raise UnsupportedModelError(
+            f"{RUN_CONFIG}: this engine does not model "
+            + "; ".join(refused)
+            + ". Replay it with a backend that does, or export a snapshot without them."
+        )
+    taken = {k: fields[k] for k in TAKEN if fields.get(k) is not None}
+    gpt = {k: fields.get(k, default) for k, default in GPT_FIELDS.items()}
+    return ModelConfig(
+        transformer=taken,
+        gpt=gpt,
+        activation=ACTIVATIONS[_activation_name(fields)],
+        dtype=_dtype(fields, precision),
+        max_sequence_length=int(fields.get("seq_length") or 0),
+        notes=_notes(fields),
+    )
+
+
+def _refused(fields: Mapping[str, Any]) -> list[str]:
+    found = [
+        f"model.{name}={fields[name]!r} (only {allowed[0]!r})"
+        for name, allowed in NEUTRAL.items()
+        if name in fields and fields[name] not in allowed
+    ]
+    balancing = fields.get("moe_router_load_balancing_type") or "none"
+    kinds = balancing if isinstance(balancing, list | tuple) else [balancing]
+    if any(kind not in FOLDABLE_BALANCING for kind in kinds):
+        found.append(f"model.moe_router_load_balancing_type={balancing!r} (state over steps)")
+    if fields.get("position_embedding_type", "rope") not in ("rope", "none"):
+        found.append(f"model.position_embedding_type={fields['position_embedding_type']!r}")
+    if _activation_name(fields) not in ACTIVATIONS:
+        found.append(f"model.activation_func={fields.get('activation_func')!r}")
+    missing = [k for k in ("num_layers", "hidden_size", "num_attention_heads") if not fields.get(k)]
+    return found + [f"a model section without {k}" for k in missing]
+
+
+def _activation_name(fields: Mapping[str, Any]) -> str:
+    name = fields.get("activation_func") or "torch.nn.functional.gelu"
+    return str(name).replace("torch._C._nn.", "torch.nn.functional.")
+
+
+def _dtype(fields: Mapping[str, Any], precision: str) -> str:
+    saved = "bfloat16" if fields.get("bf16") else str(fields.get("params_dtype", "float32"))
+    wanted = saved if precision == "recorded" else precision
+    if wanted not in DTYPES:
+        raise UnsupportedModelError(
+            fault(RUN_CONFIG, "model.params_dtype", repr(wanted), " or ".join(DTYPES))
+        )
+    return wanted
+
+
+def _notes(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Fields set to something, that neither this engine nor the installed Megatron knows."""
+    from megatron.core.transformer import TransformerConfig
+
+    known = {f.name for f in dataclasses.fields(TransformerConfig)}
+    known |= set(TAKEN) | set(GPT_FIELDS) | set(NEUTRAL) | _PROVIDER_ONLY
+    unknown = sorted(
+        k for k, v in fields.items() if k not in known and v not in (None, False, 0, 0.0, [], {})
+    )
+    if not unknown:
+        return ()
+    return (
+        "model fields unknown to this engine and to the installed Megatron-Core, not taken over: "
+        + ", ".join(unknown),
+    )
+
+
+#: Fields of Megatron-Bridge's provider that say how to build or run, not what the step computes.
+_PROVIDER_ONLY = frozenset(
+    [
+        "_target_",
+        "seq_length",
+        "vocab_size",
+        "should_pad_vocab",
+        "make_vocab_size_divisible_by",
+        "hf_model_id",
+        "hf_model_revision",
+        "transformer_layer_spec",
+        "parallel_output",
+        "fp16_lm_cross_entropy",
+        "scatter_embedding_sequence_parallel",
+        "attention_backend",
+        "use_transformer_engine_full_layer_spec",
+        "use_transformer_engine_op_fuser",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+        "generation_config",
+        "restore_modelopt_state",
+        "bias_dropout_fusion",
+        "cross_entropy_fusion_impl",
+        "activation_func",
+        "embedding_init_method_std",
+        "init_method_std",
+        "num_layers_at_start_in_bf16",
+        "num_layers_at_end_in_bf16",
+        "moe_permute_fusion",
+        "masked_softmax_fusion",
+        "gradient_accumulation_fusion",
+        "moe_layer_recompute",
+        "mtp_loss_scaling_factor",
+        "mtp_enabled",
+    ]
+)

@@ -1,0 +1,171 @@
+"""Experiments in, outcomes out: resolve, patch, group, replay.
+
+Experiments that change only the loss share one kept forward. An experiment that changes the
+forward is replayed with the stored old log-probabilities, as published replays did, and with
+carried ones (stored + current patched - current baseline), which is what recomputing them under
+the patch gives on the first update of a window.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from replay_lib.engine.apply import Patched, apply_patches
+from replay_lib.engine.memory import group_size
+from replay_lib.engine.protocol import Experiment, MitigationCall, Outcome
+from replay_lib.engine.signals import Signals, retained
+from replay_lib.engine.step import Loaded, Replayed, Variant, new_variant, run_variants
+from replay_lib.methods import resolve
+from replay_lib.patch import LOSS_ONLY_SEAMS, Mitigation, Patch
+
+Progress = Callable[[float], None]
+Calls = tuple[MitigationCall, ...]
+
+
+@dataclass
+class Replayer:
+    """A loaded session: what to replay on, the known methods, and the references so far.
+
+    ``references`` holds, for each list of mitigations that others are compared with, its signals;
+    the baseline's log-probabilities are kept too, since carried ones start from them.
+    """
+
+    loaded: Loaded
+    methods: Mapping[str, Mitigation]
+    references: dict[Calls, Signals] = field(default_factory=dict)
+    baseline_log_prob: tuple[Tensor, ...] | None = None
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One experiment, resolved and patched; ``key`` is equal where a forward can be shared."""
+
+    number: int
+    experiment: Experiment
+    patched: Patched
+    key: tuple[object, ...]
+    changes_forward: bool
+
+
+def replay(
+    replayer: Replayer, experiments: Sequence[Experiment], progress: Progress = lambda _share: None
+) -> Iterator[Outcome]:
+    """Outcomes in the order of ``experiments``; ``progress`` gets the share done, 0 to 1.
+
+    All experiments are resolved and patched before the first forward, so a mistake in the last
+    one costs nothing. What is compared with (the baseline, every ``against``) is replayed first
+    where this session has not done so yet.
+    """
+    jobs = [_job(replayer, number, e) for number, e in enumerate(experiments)]
+    _replay_references(replayer, experiments)
+    done: dict[int, Outcome] = {}
+    emitted = 0
+    groups = _groups(jobs, group_size(replayer.loaded))
+    for count, group in enumerate(groups):
+        for outcome, job in zip(_replay_group(replayer, group), group, strict=True):
+            done[job.number] = outcome
+        progress((count + 1) / len(groups))
+        while emitted in done:
+            yield done.pop(emitted)
+            emitted += 1
+
+
+def _job(replayer: Replayer, number: int, experiment: Experiment) -> _Job:
+    patches: list[Patch] = []
+    forward_calls: list[str] = []
+    for call in experiment.mitigations:
+        mine = resolve(call, replayer.methods)
+        patches += mine
+        if any(p.seam not in LOSS_ONLY_SEAMS for p in mine):
+            forward_calls.append(call.label())
+    loaded = replayer.loaded
+    patched = apply_patches(patches, loaded.ranks, loaded.settings)
+    entropy = patched.settings.entropy_control
+    wants_entropy = entropy.alpha > 0 or entropy.compute_entropy
+    return _Job(
+        number=number,
+        experiment=experiment,
+        patched=patched,
+        key=(tuple(forward_calls), wants_entropy, entropy.top_k),
+        changes_forward=bool(forward_calls),
+    )
+
+
+def patched_for(replayer: Replayer, experiment: Experiment) -> Patched:
+    """The inputs of ``experiment`` after its patches."""
+    return _job(replayer, 0, experiment).patched
+
+
+def _groups(jobs: Sequence[_Job], size: int) -> list[list[_Job]]:
+    """Jobs that may share a forward, in the order of first appearance, at most ``size`` each."""
+    by_key: dict[tuple[object, ...], list[_Job]] = {}
+    for job in jobs:
+        by_key.setdefault(job.key, []).append(job)
+    return [
+        group[start : start + size]
+        for group in by_key.values()
+        for start in range(0, len(group), size)
+    ]
+
+
+def _replay_references(replayer: Replayer, experiments: Sequence[Experiment]) -> None:
+    wanted: list[Calls] = [()]
+    wanted += [e.against for e in experiments]
+    for calls in dict.fromkeys(wanted):
+        if calls not in replayer.references:
+            job = _job(replayer, 0, Experiment(mitigations=calls))
+            variant = new_variant(replayer.loaded, job.patched, keep_log_prob=not calls)
+            (replayed,) = run_variants(replayer.loaded, [variant])
+            replayer.references[calls] = replayed.signals
+            if not calls:
+                replayer.baseline_log_prob = replayed.log_prob
+
+
+def _replay_group(replayer: Replayer, group: Sequence[_Job]) -> Iterator[Outcome]:
+    start = time.perf_counter()
+    variants: list[Variant] = []
+    for job in group:
+        variants.append(new_variant(replayer.loaded, job.patched))
+        if job.changes_forward:
+            base = replayer.baseline_log_prob
+            variants.append(new_variant(replayer.loaded, job.patched, carried_from=base))
+    finished = iter(run_variants(replayer.loaded, variants))
+    seconds = (time.perf_counter() - start) / len(group)
+    for job in group:
+        stored = next(finished)
+        carried = next(finished) if job.changes_forward else None
+        yield _outcome(replayer, job, stored, carried, shared=len(group) > 1, seconds=seconds)
+
+
+def _outcome(
+    replayer: Replayer,
+    job: _Job,
+    stored: Replayed,
+    carried: Replayed | None,
+    *,
+    shared: bool,
+    seconds: float,
+) -> Outcome:
+    reference = replayer.references[job.experiment.against]
+    comm = replayer.loaded.comm
+    patched = bool(job.experiment.mitigations)
+    keeps = retained(reference, stored.signals, comm) if patched else None
+    return Outcome(
+        experiment=job.experiment,
+        grad_norm_preclip=stored.measured.norm,
+        grad_norm_preclip_carried=carried.measured.norm if carried else None,
+        digest=stored.measured.digest,
+        loss=stored.loss,
+        denominator=stored.denominator,
+        param_norms=stored.measured.param_norms,
+        touched=stored.touched,
+        retained=keeps,
+        retained_carried=retained(reference, carried.signals, comm) if carried else None,
+        nonfinite=stored.nonfinite + (carried.nonfinite if carried else ()),
+        shared_forward=shared,
+        seconds=seconds,
+    )

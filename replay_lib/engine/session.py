@@ -1,0 +1,305 @@
+"""The parent's side: start a worker job with torchrun, send experiments, get outcomes.
+
+The model never lives in this process. A worker that fails, dies, hangs or runs out of memory
+becomes one EngineError that quotes the end of its log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from replay_lib import errors
+from replay_lib.engine.protocol import Experiment, Outcome, SessionInfo
+from replay_lib.errors import EngineError, SpikeReplayError
+
+WORKER = "replay_lib.engine.worker"
+#: Starting takes 12 to 15 s on a GPU node and loading is bound by the disk; a hang is longer.
+START_TIMEOUT_S = 600.0
+#: The longest silence allowed while experiments run; progress is told after every group.
+SILENCE_TIMEOUT_S = 1800.0
+
+
+class ReplaySession:
+    """One worker job for one snapshot; open once, run many experiments in it.
+
+    ``info`` tells what it runs on. Use it as a context manager, or call ``close``.
+    """
+
+    info: SessionInfo
+
+    def __init__(self, worker: _Worker, info: SessionInfo, silence_timeout_s: float) -> None:
+        self._worker = worker
+        self._silence = silence_timeout_s
+        self.info = info
+
+    @classmethod
+    def open(
+        cls,
+        snapshot: Path | str,
+        *,
+        device: str = "auto",
+        precision: str = "recorded",
+        dp_ranks: Sequence[int] | None = None,
+        ranks: int = 1,
+        deterministic: bool = True,
+        mitigations: Sequence[Path | str] = (),
+        start_timeout_s: float = START_TIMEOUT_S,
+        silence_timeout_s: float = SILENCE_TIMEOUT_S,
+        worker_module: str = WORKER,
+    ) -> ReplaySession:
+        """Start a worker and load ``snapshot`` in it.
+
+        ``device``: cpu, cuda, or auto (cuda where a driver is found). ``precision``: recorded,
+        float32 or bfloat16. ``dp_ranks``: a part of the recorded data-parallel ranks (a
+        diagnostic, fidelity ``reduced``). ``ranks``: processes, each taking its share of the
+        data-parallel ranks. ``mitigations``: directories beside the built-in one. Raises the
+        error that the worker met, or EngineError.
+        """
+        worker = _Worker.start(_resolve_device(device), ranks, worker_module)
+        request = {
+            "op": "open",
+            "snapshot": str(Path(snapshot).resolve()),
+            "precision": precision,
+            "dp_ranks": None if dp_ranks is None else list(dp_ranks),
+            "deterministic": deterministic,
+            "mitigations": [str(Path(m).resolve()) for m in mitigations],
+            "python_path": [p or str(Path.cwd()) for p in sys.path],
+        }
+        try:
+            worker.send(request)
+            reply = worker.receive(start_timeout_s)
+            info = SessionInfo.model_validate(reply["info"])
+        except BaseException:
+            worker.stop()
+            raise
+        return cls(worker, info, silence_timeout_s)
+
+    def run(self, experiment: Experiment) -> Outcome:
+        """The outcome of one experiment."""
+        (outcome,) = self.run_many([experiment])
+        return outcome
+
+    def run_many(
+        self,
+        experiments: Sequence[Experiment],
+        progress: Callable[[float], None] = lambda _share: None,
+    ) -> Iterator[Outcome]:
+        """Outcomes in the order of ``experiments``, each as soon as it is known.
+
+        Experiments that change only the loss share one forward pass. An experiment that cannot
+        be replayed raises its error here; the session stays usable.
+        """
+        self._worker.send(
+            {"op": "run", "experiments": [e.model_dump(mode="json") for e in experiments]}
+        )
+        answered = False
+        try:
+            while not answered:
+                reply = self._worker.receive(self._silence)
+                if reply["event"] == "progress":
+                    progress(float(reply["share"]))
+                elif reply["event"] == "outcome":
+                    yield Outcome.model_validate(reply["outcome"])
+                else:
+                    answered = True
+        except GeneratorExit:
+            # The caller took only some outcomes: the rest must not be read as the next answer.
+            while not answered:
+                answered = self._worker.receive(self._silence)["event"] == "done"
+            raise
+
+    def save_gradients(self, experiment: Experiment, path: Path) -> None:
+        """Replay ``experiment`` and write its gradient to ``path`` (a dict of float32 tensors)."""
+        self._worker.send(
+            {
+                "op": "gradients",
+                "experiment": experiment.model_dump(mode="json"),
+                "path": str(path.resolve()),
+            }
+        )
+        self._worker.receive(self._silence)
+
+    def bare_seconds(self, passes: int) -> list[float]:
+        """Seconds of bare forward and backward passes, without loss or patches."""
+        self._worker.send({"op": "bare", "passes": passes})
+        seconds = self._worker.receive(self._silence)["seconds"]
+        self._worker.receive(self._silence)
+        return [float(s) for s in seconds]
+
+    def close(self) -> None:
+        """End the worker; safe to call twice."""
+        self._worker.stop()
+
+    def __enter__(self) -> ReplaySession:
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def has_cuda() -> bool:
+    """Whether an NVIDIA driver with a device is found; asks the driver, imports no torch."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not hidden and any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _resolve_device(device: str) -> str:
+    if device == "auto":
+        return "cuda" if has_cuda() else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise errors.UsageError(f"device {device!r}: expected auto, cpu or cuda")
+    if device == "cuda" and not has_cuda():
+        raise EngineError("device cuda was asked for, but no NVIDIA device is visible here")
+    return device
+
+
+class _Worker:
+    """A torchrun job and the socket to its rank 0."""
+
+    def __init__(self, process: subprocess.Popen[bytes], listener: socket.socket, home: Path):
+        self.process = process
+        self.listener = listener
+        self.home = home
+        self.connection: socket.socket | None = None
+        self.pending = b""
+
+    @classmethod
+    def start(cls, device: str, ranks: int, module: str) -> _Worker:
+        home = Path(tempfile.mkdtemp(prefix="spike-replay-"))
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(home / "channel"))
+        listener.listen(1)
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launch += [f"--nproc-per-node={ranks}", "-m", module]
+        with (home / "log").open("wb") as log:
+            process = subprocess.Popen(
+                launch,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=_environment(device, home),
+                start_new_session=True,  # so that the whole job can be ended at once
+            )
+        return cls(process, listener, home)
+
+    def send(self, message: dict[str, Any]) -> None:
+        try:
+            self._connected(START_TIMEOUT_S).sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            raise EngineError(f"the worker is gone ({error}).{self._log_end()}") from error
+
+    def receive(self, timeout_s: float) -> dict[str, Any]:
+        """The next event; an ``error`` event is raised as the error it names."""
+        line = self._read_line(time.monotonic() + timeout_s, timeout_s)
+        reply: dict[str, Any] = json.loads(line)
+        if reply["event"] == "error":
+            raise _error_named(reply["code"])(reply["message"])
+        return reply
+
+    def _connected(self, timeout_s: float) -> socket.socket:
+        deadline = time.monotonic() + timeout_s
+        self.listener.settimeout(0.2)
+        while self.connection is None:
+            with contextlib.suppress(TimeoutError):
+                self.connection = self.listener.accept()[0]
+            self._check(deadline, timeout_s)
+        return self.connection
+
+    def _read_line(self, deadline: float, timeout_s: float) -> bytes:
+        connection = self._connected(timeout_s)
+        connection.settimeout(0.5)
+        while b"\n" not in self.pending:
+            with contextlib.suppress(TimeoutError):
+                data = connection.recv(1 << 16)
+                if not data:
+                    self._reap()
+                    raise EngineError(f"the worker ended unexpectedly.{self._log_end()}")
+                self.pending += data
+                continue
+            self._check(deadline, timeout_s)
+        line, _, self.pending = self.pending.partition(b"\n")
+        return line
+
+    def _check(self, deadline: float, timeout_s: float) -> None:
+        if self.process.poll() is not None and self.connection is None:
+            raise EngineError(
+                f"the worker ended with status {self.process.returncode} before it could "
+                f"answer.{self._log_end()}"
+            )
+        if time.monotonic() > deadline:
+            self._kill()
+            raise EngineError(
+                f"the worker said nothing for {timeout_s:.0f} s and was ended.{self._log_end()}"
+            )
+
+    def _reap(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=15)
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _log_end(self, lines: int = 30) -> str:
+        log = self.home / "log"
+        if not log.exists():
+            return ""
+        last = log.read_text(errors="replace").splitlines()[-lines:]
+        return "\nEnd of its log:\n  " + "\n  ".join(last) if last else ""
+
+    def stop(self) -> None:
+        """Ask the worker to end, wait a little, then end it; removes its files."""
+        if self.connection is not None and self.process.poll() is None:
+            with contextlib.suppress(OSError):
+                self.connection.sendall(b'{"op": "close"}\n')
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=10)
+        if self.process.poll() is None:
+            self._kill()
+        if self.connection is not None:
+            self.connection.close()
+        self.listener.close()
+        shutil.rmtree(self.home, ignore_errors=True)
+
+
+def _environment(device: str, home: Path) -> dict[str, str]:
+    env = dict(os.environ)
+    env["SPIKE_REPLAY_CHANNEL"] = str(home / "channel")
+    env["SPIKE_REPLAY_DEVICE"] = device
+    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) // 2)))
+    # cuBLAS is deterministic only with a fixed workspace.
+    env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    root = str(Path(__file__).resolve().parents[2])
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH", "")]))
+    if device == "cpu":
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    return env
+
+
+def _error_named(code: str) -> type[SpikeReplayError]:
+    return next((k for k in _subclasses(SpikeReplayError) if k.code == code), EngineError)
+
+
+def _subclasses(kind: type[SpikeReplayError]) -> Iterator[type[SpikeReplayError]]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from _subclasses(child)

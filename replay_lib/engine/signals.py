@@ -1,0 +1,80 @@
+"""What the loss asked of each token, kept to tell how much of it a mitigation keeps.
+
+Per recorded data-parallel rank, ``[B, T]`` on the CPU: ``keep`` (share of the token that survives
+all filters and weights, 0 to 1), ``advantage`` (advantage times policy weight) and ``dloss``
+(dLoss/dlogprob, divided by the summed denominators at the end).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from replay_lib.batch import RankBatch
+from replay_lib.engine.comm import Comm
+from replay_lib.engine.protocol import Retained
+
+KINDS = ("keep", "advantage", "dloss")
+
+
+@dataclass(frozen=True)
+class Signals:
+    """Signals of one experiment on the ranks that this process replays."""
+
+    keep: tuple[Tensor, ...]
+    advantage: tuple[Tensor, ...]
+    dloss: tuple[Tensor, ...]
+
+    @classmethod
+    def empty(cls, batches: Sequence[RankBatch]) -> Signals:
+        """Zeros for every row of every rank."""
+
+        def zeros() -> tuple[Tensor, ...]:
+            return tuple(torch.zeros(b.input_ids.shape) for b in batches)
+
+        return cls(zeros(), zeros(), zeros())
+
+    def put(
+        self, rank: int, rows: Sequence[int], keep: Tensor, advantage: Tensor, dloss: Tensor
+    ) -> None:
+        """Store one micro-batch's values."""
+        index = list(rows)
+        for kind, value in zip(KINDS, (keep, advantage, dloss), strict=True):
+            getattr(self, kind)[rank][index] = value.detach().float().cpu()
+
+    def scale(self, factor: float) -> None:
+        """Divide by the summed denominators (``factor`` is one over them)."""
+        for value in self.dloss:
+            value.mul_(factor)
+
+
+def retained(reference: Signals, signals: Signals, comm: Comm) -> Retained:
+    """Shares of ``reference`` that ``signals`` keep: sum of min(|c'|, |c|) over sum of |c|."""
+    sums: list[float] = []
+    for kind in KINDS:
+        pairs = list(zip(getattr(reference, kind), getattr(signals, kind), strict=True))
+        kept = sum(float(torch.minimum(c.abs(), d.abs()).double().sum()) for c, d in pairs)
+        sums += [kept, sum(float(c.abs().double().sum()) for c, _ in pairs)]
+    sums = comm.sums(sums)
+    shares = [
+        kept / whole if whole > 0 else float("nan")
+        for kept, whole in zip(sums[::2], sums[1::2], strict=True)
+    ]
+    return Retained(tokens=shares[0], advantage=shares[1], dloss_dlogprob=shares[2])
+
+
+def first_nonfinite(signals: Signals, batches: Sequence[RankBatch]) -> tuple[str, ...]:
+    """Name the first token of each rank whose dLoss/dlogprob is not finite."""
+    found: list[str] = []
+    for batch, values in zip(batches, signals.dloss, strict=True):
+        bad = (~values.isfinite()).nonzero()
+        if len(bad):
+            row, token = (int(x) for x in bad[0])
+            found.append(
+                f"dLoss/dlogprob of dp rank {batch.dp_rank} row {row} token {token} "
+                f"({len(bad)} tokens of that rank)"
+            )
+    return tuple(found)

@@ -1,0 +1,216 @@
+"""The replayed step: every micro-batch forward once, one backward for each experiment of a group.
+
+Gradients are summed over micro-batches and recorded data-parallel ranks and divided once by the
+summed denominators, as the trainer does after its all-reduce.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from replay_lib.batch import RankBatch
+from replay_lib.engine.apply import Patched, patched_model
+from replay_lib.engine.comm import Comm
+from replay_lib.engine.forward import Forward, forward
+from replay_lib.engine.gradients import GradientBuffers, GradientCollector, Measured, measure
+from replay_lib.engine.inputs import MicroBatch, RankInput, packed_routes
+from replay_lib.engine.model import LiveModel
+from replay_lib.engine.signals import Signals, first_nonfinite
+from replay_lib.loss import GrpoSettings, micro_batch_loss
+from replay_lib.patch import Seam
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A session's state: the live model and everything that is read once."""
+
+    model: LiveModel
+    collector: GradientCollector
+    names: dict[str, str]  # reported parameter names by module name
+    ranks: tuple[RankInput, ...]
+    micro: tuple[MicroBatch, ...]
+    settings: GrpoSettings
+    comm: Comm
+
+
+@dataclass
+class Variant:
+    """One backward of a group: an experiment's patches with stored or carried old log-probs.
+
+    ``carried_from``: per rank the baseline's log-probabilities [B, T]; None for stored ones.
+    """
+
+    patched: Patched
+    buffers: GradientBuffers
+    signals: Signals
+    carried_from: tuple[Tensor, ...] | None = None
+    log_prob: tuple[Tensor, ...] | None = None  # filled where somebody asks for it
+    loss: float = 0.0
+    denominator: float = 0.0
+    touched: dict[Seam, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """A finished variant. ``loss`` is the summed loss over the summed denominators."""
+
+    measured: Measured
+    signals: Signals
+    log_prob: tuple[Tensor, ...] | None
+    loss: float
+    denominator: float
+    touched: dict[Seam, int]
+    nonfinite: tuple[str, ...]
+
+
+def new_variant(
+    loaded: Loaded,
+    patched: Patched,
+    *,
+    carried_from: tuple[Tensor, ...] | None = None,
+    keep_log_prob: bool = False,
+) -> Variant:
+    """An empty variant, with its own gradient buffers."""
+    shapes = [r.batch.input_ids.shape for r in loaded.ranks]
+    return Variant(
+        patched=patched,
+        buffers=loaded.collector.new_buffers(),
+        signals=Signals.empty(patched.batches),
+        carried_from=carried_from,
+        log_prob=tuple(torch.zeros(s) for s in shapes) if keep_log_prob else None,
+        touched=dict(patched.touched),
+    )
+
+
+def run_variants(
+    loaded: Loaded, variants: Sequence[Variant], progress: Callable[[], None] = lambda: None
+) -> list[Replayed]:
+    """Replay variants that share one forward pass: same weights, model fields and routes.
+
+    The first variant's forward patches are applied; the caller groups only variants whose forward
+    patches are the same.
+    """
+    with patched_model(loaded.model, variants[0].patched) as touched:
+        for variant in variants:
+            variant.touched.update(touched)
+        for micro in loaded.micro:
+            _one_micro_batch(loaded, micro, variants)
+            progress()
+    return [_finish(loaded, variant) for variant in variants]
+
+
+def _one_micro_batch(loaded: Loaded, micro: MicroBatch, variants: Sequence[Variant]) -> None:
+    first = variants[0].patched
+    routes = packed_routes(loaded.ranks[micro.rank], first.forced[micro.rank], micro)
+    out = forward(loaded.model, micro, routes, first.settings)
+    for number, variant in enumerate(variants):
+        grads = _loss_gradients(micro, variant, out)
+        loaded.collector.current = variant.buffers
+        _backward(out, grads, keep=number + 1 < len(variants))
+    loaded.collector.current = None
+
+
+def _loss_gradients(
+    micro: MicroBatch, variant: Variant, out: Forward
+) -> tuple[Tensor, Tensor | None]:
+    log_prob = out.log_prob.detach().requires_grad_()
+    entropy = out.entropy.detach().requires_grad_()
+    rows = _loss_rows(micro, variant, log_prob.detach())
+    weights = _token_weights(variant, rows, log_prob.detach())
+    loss = micro_batch_loss(variant.patched.settings, rows, log_prob, entropy, weights)
+    grad, grad_entropy = torch.autograd.grad(
+        loss.scaled, [log_prob, entropy], allow_unused=True, materialize_grads=True
+    )
+    variant.loss += float(loss.scaled.detach())
+    variant.denominator += float(loss.denominator)
+    share = loss.keep_BT.float() if weights is None else loss.keep_BT * weights.clamp(0, 1)
+    signal = loss.advantage_BT * loss.policy_weight_BT
+    variant.signals.put(micro.rank, micro.rows, share, torch.where(loss.keep_BT, signal, 0), grad)
+    if variant.log_prob is not None:
+        variant.log_prob[micro.rank][list(micro.rows)] = log_prob.detach().cpu()
+    return grad, grad_entropy
+
+
+def _loss_rows(micro: MicroBatch, variant: Variant, log_prob: Tensor) -> RankBatch:
+    rows = variant.patched.batches[micro.rank].select(micro.rows).to(log_prob.device)
+    if variant.carried_from is None:
+        return rows
+    before = variant.carried_from[micro.rank][list(micro.rows)].to(log_prob.device)
+    carried = rows.column("old_logprobs") + (log_prob - before)
+    return rows.replace(old_logprobs=carried)
+
+
+def _token_weights(variant: Variant, rows: RankBatch, log_prob: Tensor) -> Tensor | None:
+    patches = variant.patched.token_weights
+    if not patches:
+        return None
+    weights = torch.ones_like(log_prob)
+    for patch in patches:
+        weights = patch.apply(weights, rows, log_prob)
+    variant.touched[Seam.TOKEN_WEIGHTS] += int(((weights != 1) & rows.loss_mask).sum())
+    return weights
+
+
+def _backward(out: Forward, grads: tuple[Tensor, Tensor | None], *, keep: bool) -> None:
+    pairs = [(out.log_prob, grads[0]), (out.entropy, grads[1])]
+    live = [(t, g) for t, g in pairs if t.requires_grad and g is not None]
+    torch.autograd.backward(
+        [t for t, _ in live],
+        [g for _, g in live],
+        retain_graph=keep,
+    )
+
+
+def _finish(loaded: Loaded, variant: Variant) -> Replayed:
+    comm = loaded.comm
+    comm.reduce(variant.buffers.flat)
+    loss, denominator = comm.sums([variant.loss, variant.denominator])
+    if denominator > 0:  # the trainer divides only then; an empty batch has no gradient
+        variant.buffers.scale(1.0 / denominator)
+        variant.signals.scale(1.0 / denominator)
+        loss /= denominator
+    measured = measure(variant.buffers, loaded.names)
+    nonfinite = measured.nonfinite
+    if nonfinite:
+        tokens = first_nonfinite(variant.signals, [r.batch for r in loaded.ranks])
+        nonfinite = tuple(chain.from_iterable(comm.gather(tokens))) + nonfinite
+    counts = comm.sums([_own_share(comm, seam, n) for seam, n in variant.touched.items()])
+    return Replayed(
+        measured=measured,
+        signals=variant.signals,
+        log_prob=variant.log_prob,
+        loss=loss,
+        denominator=denominator,
+        touched={s: int(n) for s, n in zip(variant.touched, counts, strict=True)},
+        nonfinite=nonfinite,
+    )
+
+
+def _own_share(comm: Comm, seam: Seam, count: int) -> float:
+    """What this rank adds to a count: model and settings are the same on every rank."""
+    everywhere = seam in (Seam.WEIGHTS, Seam.MODEL, Seam.SETTINGS)
+    return 0.0 if everywhere and comm.rank > 0 else float(count)
+
+
+def bare_pass(loaded: Loaded) -> float:
+    """Seconds of one forward and backward over all micro-batches, without loss or patches.
+
+    What a replay is compared with: no experiment can be cheaper with its own forward.
+    """
+    buffers = loaded.collector.new_buffers()
+    loaded.collector.current = buffers
+    start = time.perf_counter()
+    for micro in loaded.micro:
+        rank = loaded.ranks[micro.rank]
+        routes = packed_routes(rank, rank.forced_BTL, micro)
+        forward(loaded.model, micro, routes, loaded.settings).log_prob.sum().backward()
+    if loaded.model.device.type == "cuda":
+        torch.cuda.synchronize()
+    loaded.collector.current = None
+    return time.perf_counter() - start

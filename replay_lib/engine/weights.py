@@ -1,0 +1,215 @@
+"""Read weights, and nothing else, from a ``torch_dist`` checkpoint into the live model.
+
+Megatron's own loader unpickles ``_extra_state`` objects without restriction, so it is not used.
+The model says which slice of which checkpoint tensor each of its tensors is (its
+``sharded_state_dict``); the tensors are then read through ``torch.distributed.checkpoint`` with
+the snapshot's safe reader. Optimizer, RNG, extra and common state are never opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from replay_lib.errors import WeightsError
+from replay_lib.snapshot.checkpoint import SafeReader
+
+#: Checkpoint entries that are not the model's parameters.
+NOT_MODEL = ("optimizer.", "rng_state", "common_state", "opt_param_scheduler", "rerun_state")
+EMBEDDING = "embedding.word_embeddings.weight"
+
+#: The MoE pre-norm has its own name in Transformer Engine's specs (production) and another one
+#: in Megatron's local spec; both are read.
+PRE_NORM = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One live tensor and the place of a whole checkpoint tensor that it mirrors.
+
+    ``view`` has one axis for each axis of the checkpoint tensor (leading layer and expert axes of
+    length 1), and shares memory with the parameter ``owner`` (Megatron's module name).
+    """
+
+    owner: str
+    key: str
+    offset: tuple[int, ...]
+    view: Tensor
+    whole: tuple[int, ...]
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        """This slice as torch's checkpoint planner describes it."""
+        return ChunkStorageMetadata(torch.Size(self.offset), self.view.shape)
+
+
+def model_slices(module: torch.nn.Module) -> list[Slice]:
+    """Every parameter (and persistent buffer) of the model as slices of checkpoint tensors."""
+    state = module.sharded_state_dict(metadata={"singleton_local_shards": False})  # type: ignore[operator]
+    slices: list[Slice] = []
+    for owner, entry in state.items():
+        slices.extend(_slices(owner, entry))
+    return slices
+
+
+def _slices(owner: str, entry: Any) -> Iterator[Slice]:
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    if isinstance(entry, ShardedTensorFactory):
+        built = entry.build()
+        for part in built.values() if isinstance(built, dict) else built:
+            yield from _slices(owner, part)
+    elif isinstance(entry, ShardedTensor):
+        data = entry.data.detach()
+        lead = (1,) * (len(entry.global_shape) - data.dim())
+        yield Slice(
+            owner, entry.key, entry.global_offset, data.view(lead + data.shape), entry.global_shape
+        )
+
+
+def canonical_names(slices: list[Slice]) -> dict[str, str]:
+    """Parameter names as production runs print them, by Megatron's module name.
+
+    ``decoder.layers.<i>.self_attention.linear_qkv.layer_norm_weight`` and the like, whatever this
+    engine's own modules are called.
+    """
+    names: dict[str, str] = {}
+    for piece in slices:
+        key = piece.key.replace("experts.experts.", "experts.")
+        head = "decoder.layers."
+        if key.startswith(head) and not key[len(head)].isdigit():
+            key = f"{head}{piece.offset[0]}.{key[len(head) :]}"
+        names[piece.owner] = key
+    return names
+
+
+def vocab_rows(index: Metadata, where: Path) -> int:
+    """Rows of the embedding in the checkpoint (the saved ``vocab_size`` may be unpadded)."""
+    entry = index.state_dict_metadata.get(EMBEDDING)
+    if not isinstance(entry, TensorStorageMetadata):
+        raise WeightsError(f"{where}: the checkpoint has no tensor {EMBEDDING}; is it a model's?")
+    return int(entry.size[0])
+
+
+def load_weights(module: torch.nn.Module, checkpoint: Path) -> list[Slice]:
+    """Fill ``module`` from the checkpoint in ``checkpoint``; returns the slices it is made of.
+
+    Names are compared as sets and shapes exactly, before anything is read: a missing, extra or
+    misshapen tensor is one WeightsError that names all of them. Values are cast to the model's
+    dtype where it differs (float32 replay of bfloat16 weights).
+    """
+    reader = SafeReader(checkpoint)
+    index = reader.read_metadata()
+    saved = {
+        key: tuple(entry.size)
+        for key, entry in index.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and not key.startswith(NOT_MODEL)
+    }
+    slices = [_renamed(piece, saved) for piece in model_slices(module)]
+    _compare(slices, saved, checkpoint)
+    plan = _Planner(slices)
+    reader.set_up_storage_reader(index, is_coordinator=True)
+    with torch.no_grad():
+        reader.read_data(plan.plan(index), plan).wait()
+    return slices
+
+
+def _renamed(piece: Slice, saved: Mapping[str, Any]) -> Slice:
+    if piece.key in saved:
+        return piece
+    for own, other in (PRE_NORM, PRE_NORM[::-1]):
+        key = piece.key.replace(own, other)
+        if own in piece.key and key in saved:
+            return Slice(piece.owner, key, piece.offset, piece.view, piece.whole)
+    return piece
+
+
+def _compare(slices: list[Slice], saved: Mapping[str, tuple[int, ...]], where: Path) -> None:
+    wanted = {piece.key: tuple(piece.whole) for piece in slices}
+    problems = [f"missing in the checkpoint: {key}" for key in sorted(wanted.keys() - saved.keys())]
+    problems += [f"unknown to the model: {key}" for key in sorted(saved.keys() - wanted.keys())]
+    problems += [
+        f"{key} has shape {list(saved[key])}, the model wants {list(wanted[key])}"
+        for key in sorted(wanted.keys() & saved.keys())
+        if saved[key] != wanted[key]
+    ]
+    if problems:
+        raise WeightsError(
+            f"{where}: checkpoint and model differ, nothing was replayed: "
+            + "; ".join(problems)
+            + ". Check run_config.yaml against the run, or the snapshot against its source."
+        )
+
+
+class _Planner(LoadPlanner):
+    """Directs the reader's fragments straight into the live tensors."""
+
+    def __init__(self, slices: list[Slice]) -> None:
+        self.slices = slices
+        self.targets = {(s.key, tuple(s.offset)): s.view for s in slices}
+
+    def plan(self, index: Metadata) -> LoadPlan:
+        chunks: dict[str, list[ChunkStorageMetadata]] = {}
+        for piece in self.slices:
+            chunks.setdefault(piece.key, []).append(piece.chunk)
+        items: list[ReadItem] = []
+        for key, wanted in chunks.items():
+            entry = index.state_dict_metadata[key]
+            assert isinstance(entry, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(key, entry, wanted)
+        self._check_complete(items)
+        return LoadPlan(items)
+
+    def _check_complete(self, items: list[ReadItem]) -> None:
+        covered = dict.fromkeys(self.targets, 0)
+        for item in items:
+            covered[self._place(item.dest_index)] += int(torch.Size(item.lengths).numel())
+        holes = sorted(
+            {key for (key, off), n in covered.items() if n != self.targets[key, off].numel()}
+        )
+        if holes:
+            raise WeightsError(f"the checkpoint holds only parts of: {', '.join(holes)}")
+
+    @staticmethod
+    def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
+        return index.fqn, tuple(index.offset or ())
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        view = self.targets[self._place(read_item.dest_index)]
+        for axis, (start, length) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
+            view = view.narrow(axis, start, length)
+        return view
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Nothing to do: fragments are copied in place."""
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> NoReturn:
+        raise WeightsError(f"refused to read the pickled object {read_item.dest_index.fqn}")
+
+    def set_up_planner(self, *_args: Any, **_kwargs: Any) -> None:
+        """Nothing to do: the slices are known."""
+
+    def create_local_plan(self) -> NoReturn:
+        raise AssertionError("plans are made by plan()")
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
