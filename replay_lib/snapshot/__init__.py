@@ -17,6 +17,8 @@ if TYPE_CHECKING:
         load_settings,
         read_settings,
     )
+    from replay_lib.snapshot.write import Content, read_content, write_snapshot
+    from replay_lib.snapshot.write_rank import SavedHandle, object_ref
 
 _ROOMS = {
     "batches": ("load_batch", "payload_counts"),
@@ -26,13 +28,17 @@ _ROOMS = {
     "routes": ("MergedRow",),
     "run_config": ("load_model_fields",),
     "trainer": ("SavedSettings", "load_grad_info", "load_settings", "read_settings"),
+    "write": ("Content", "read_content", "write_snapshot"),
+    "write_rank": ("SavedHandle", "object_ref"),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
 __all__ = [
+    "Content",
     "MergedRow",
     "Parallel",
     "SafeReader",
+    "SavedHandle",
     "SavedSettings",
     "Snapshot",
     "SpikeSettings",
@@ -42,10 +48,13 @@ __all__ = [
     "load_grad_info",
     "load_model_fields",
     "load_settings",
+    "object_ref",
     "open_snapshot",
     "payload_counts",
+    "read_content",
     "read_settings",
     "read_tensors",
+    "write_snapshot",
 ]
 
 

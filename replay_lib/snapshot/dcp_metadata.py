@@ -55,6 +55,7 @@ _TABLE_NAMES = (
     "torch.Size",
     "collections.OrderedDict",
     "pathlib.PosixPath",
+    "pathlib._local.PosixPath",  # Python 3.13
 )
 _DTYPES = frozenset(
     [

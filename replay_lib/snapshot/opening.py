@@ -40,7 +40,7 @@ def open_snapshot(path: str | Path) -> Snapshot:
     raw, raw_source = _worker_config(directory, metadata, source)
     worker = _validated(WorkerConfig, worker_from, raw, raw_source)
     spike = raw.get("spike_debug") or {}
-    parallel = _parallel(raw, raw_source)
+    parallel = parallel_from(raw, raw_source)
     _check_shared_files(directory, legacy)
     count = _integer(metadata, "routing_payload_count_rank0", source)
     return Snapshot(
@@ -167,7 +167,9 @@ def _version(metadata: dict[str, Any], source: Path) -> int | None:
     return version
 
 
-def _parallel(raw: dict[str, Any], source: Path) -> Parallel:
+def parallel_from(raw: dict[str, Any], source: Path) -> Parallel:
+    """The layout that a worker configuration from file ``source`` states."""
+
     def ranks(key: str) -> int:
         return _integer(raw, key, source, least=1) or 1
 

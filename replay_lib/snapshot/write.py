@@ -1,0 +1,194 @@
+"""Write a snapshot in the trainer's own layout: all of it or none of it.
+
+Everything goes to a temporary sibling directory, is flushed to disk, and is renamed as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from replay_lib import layout
+from replay_lib.batch import RankBatch
+from replay_lib.errors import SnapshotError, fault
+from replay_lib.snapshot.documents import read_json, read_text
+from replay_lib.snapshot.model import Parallel, Snapshot
+from replay_lib.snapshot.opening import open_snapshot, parallel_from
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from replay_lib.loss.settings import GrpoSettings
+    from replay_lib.snapshot.write_rank import RowHandles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """All that a snapshot holds, as values.
+
+    ``worker_config`` is AXRL's whole MegatronWorkerConfig as a dictionary and states the layout;
+    ``run_config`` is Megatron-Bridge's YAML text. ``batches[d]`` is the batch of data-parallel
+    rank d. ``tensors`` are whole parameters by checkpoint key (stacked layers, stacked experts).
+    ``grad_info`` is by global rank. ``handles[d]`` says how each row's routes are spread over
+    stored objects; None: one object a path.
+    """
+
+    step: int
+    grad_norm_preclip: float | None
+    grad_norm_median: float | None
+    worker_config: dict[str, Any]
+    run_config: str
+    batches: tuple[RankBatch, ...]
+    settings: GrpoSettings
+    tensors: Mapping[str, Tensor]
+    grad_info: Mapping[int, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+    handles: tuple[tuple[RowHandles | None, ...], ...] | None = None
+
+
+def read_content(snapshot: Snapshot) -> Content:
+    """Everything of a snapshot but optimizer and RNG state, ready to be changed and written.
+
+    The spread of routes over stored objects is not kept: each path becomes one object.
+    """
+    from replay_lib.snapshot.batches import load_batch
+    from replay_lib.snapshot.checkpoint import read_tensors
+    from replay_lib.snapshot.trainer import load_grad_info, load_settings
+
+    ranks = range(snapshot.parallel.world_size)
+    saved = [r for r in ranks if (snapshot.path / layout.grad_info_file(r)).exists()]
+    return Content(
+        step=snapshot.step,
+        grad_norm_preclip=snapshot.grad_norm_preclip,
+        grad_norm_median=snapshot.grad_norm_median,
+        worker_config=read_worker_config(snapshot),
+        run_config=read_text(snapshot.run_config_file, "the model's architecture"),
+        batches=tuple(load_batch(snapshot, d) for d in range(snapshot.parallel.dp)),
+        settings=load_settings(snapshot),
+        tensors=read_tensors(snapshot.path),
+        grad_info={rank: load_grad_info(snapshot, rank) for rank in saved},
+    )
+
+
+def read_worker_config(snapshot: Snapshot) -> dict[str, Any]:
+    """The worker's whole configuration as saved."""
+    own = snapshot.path / layout.WORKER_CONFIG
+    if own.exists():
+        return read_json(own, "the worker's settings")
+    name = layout.MEGATRON_METADATA if snapshot.legacy else layout.AXRL_METADATA
+    config: dict[str, Any] = read_json(snapshot.path / name, "AXRL's metadata")["config"]
+    return config
+
+
+def write_snapshot(directory: str | Path, content: Content, *, legacy: bool = False) -> Snapshot:
+    """Write ``content`` as the snapshot directory ``directory`` and open it.
+
+    ``legacy`` gives the old layout: AXRL's metadata in ``metadata.json``, over Megatron's.
+    Raises SnapshotError where the directory exists already or the content contradicts its own
+    layout; then, as after any other error, nothing is left behind.
+    """
+    target = Path(directory)
+    parallel = parallel_from(content.worker_config, target / layout.WORKER_CONFIG)
+    if len(content.batches) != parallel.dp:
+        raise SnapshotError(
+            fault(target, "batches", str(len(content.batches)), f"dp_size = {parallel.dp}")
+        )
+    with whole_directory(target) as temporary:
+        _write_all(temporary, target.name, content, parallel, legacy)
+    return open_snapshot(target)
+
+
+@contextmanager
+def whole_directory(target: Path) -> Iterator[Path]:
+    """A temporary sibling that becomes ``target`` when the block ends well, else vanishes."""
+    if target.exists():
+        raise SnapshotError(fault(target, None, "a directory that exists", "a new name"))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        temporary.chmod(0o755)
+        yield temporary
+        for path in (*temporary.iterdir(), temporary):
+            _flush(path)
+        temporary.rename(target)
+        _flush(target.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_all(
+    directory: Path, name: str, content: Content, parallel: Parallel, legacy: bool
+) -> None:
+    from replay_lib.snapshot.write_checkpoint import write_checkpoint
+    from replay_lib.snapshot.write_rank import write_trainer
+
+    write_checkpoint(directory, name, content.step, content.tensors)
+    (directory / layout.RUN_CONFIG).write_text(content.run_config, encoding="utf-8")
+    count = _write_ranks(directory, content, parallel)
+    write_trainer(directory / layout.TRAINER, content.settings)
+    _write_json(directory / layout.WORKER_CONFIG, content.worker_config)
+    metadata = _metadata(content)
+    if legacy:
+        _write_json(directory / layout.MEGATRON_METADATA, metadata)
+    else:
+        _write_json(directory / layout.AXRL_METADATA, _modern(metadata, count))
+
+
+def _write_ranks(directory: Path, content: Content, parallel: Parallel) -> int:
+    """Files of every global rank; the number of routing payloads of rank 0."""
+    from replay_lib.snapshot.naming import save_named
+    from replay_lib.snapshot.write_rank import handles_of, write_batch, write_routing
+
+    counts = []
+    for rank in range(parallel.world_size):
+        dp_rank = parallel.dp_rank(rank)
+        batch = content.batches[dp_rank]
+        handles = content.handles[dp_rank] if content.handles else handles_of(batch)
+        write_batch(directory / layout.batch_file(rank), batch, handles)
+        counts.append(write_routing(directory / layout.routing_file(rank), handles))
+        if rank in content.grad_info:
+            figures = {k: dict(v) for k, v in content.grad_info[rank].items()}
+            save_named(figures, directory / layout.grad_info_file(rank))
+    return counts[0]
+
+
+def _metadata(content: Content) -> dict[str, Any]:
+    """Keys that every version of the trainer wrote."""
+    norm, median = content.grad_norm_preclip, content.grad_norm_median
+    return {
+        "global_step": content.step,
+        "grad_norm": norm,
+        "grad_norm_median": median,
+        "spike_ratio_actual": norm / median if norm is not None and median else None,
+        "config": content.worker_config,
+    }
+
+
+def _modern(metadata: dict[str, Any], count: int) -> dict[str, Any]:
+    return {
+        "metadata_version": 2,
+        **metadata,
+        "megatron_worker_config_file": layout.WORKER_CONFIG,
+        "trainer_file": layout.TRAINER,
+        "routing_payload_count_rank0": count,
+    }
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    # bare NaN and Infinity on purpose: that is what the trainer writes
+    path.write_text(json.dumps(value, indent=2), encoding="utf-8")
