@@ -7,6 +7,7 @@ Source: AXRL ``pack_utils.preprocess_packed_seqs`` and ``postprocess_packed_seqs
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -59,27 +60,21 @@ def unpack(packed_values: Tensor, cu_seqlens: Tensor, attention_mask_BT: Tensor)
     Raises BatchError where ``cu_seqlens`` does not fit the mask or the packed length.
     """
     mask_BT = _checked(attention_mask_BT, tuple(attention_mask_BT.shape))
-    lengths_B = mask_BT.sum(dim=1)
-    starts_B = cu_seqlens[:-1].to(torch.int64)
-    if not _fits(cu_seqlens, lengths_B, packed_values.shape[0]):
-        found = f"bounds {cu_seqlens.tolist()} for {packed_values.shape[0]} packed values"
-        expected = f"room for rows of {lengths_B.tolist()} tokens"
-        raise BatchError(fault("packed batch", "cu_seqlens", found, expected))
+    _check_bounds(cu_seqlens.tolist(), mask_BT.sum(dim=1).tolist(), packed_values.shape[0])
     # the k-th real token of a row stands k places after the start of that row
-    place_BT = starts_B.unsqueeze(-1) + mask_BT.cumsum(dim=1) - 1
+    starts_B1 = cu_seqlens[:-1].to(torch.int64).unsqueeze(-1)
+    place_BT = starts_B1 + mask_BT.cumsum(dim=1) - 1
     out = packed_values.new_zeros((*mask_BT.shape, *packed_values.shape[1:]))
     return out.index_put((mask_BT,), packed_values[place_BT[mask_BT]])
 
 
-def _fits(cu_seqlens: Tensor, lengths_B: Tensor, total: int) -> bool:
-    if cu_seqlens.shape[0] != lengths_B.shape[0] + 1:
-        return False
-    room_B = cu_seqlens.diff()
-    return (
-        bool((room_B >= lengths_B).all())
-        and int(cu_seqlens[0]) == 0
-        and (int(cu_seqlens[-1]) == total)
-    )
+def _check_bounds(bounds: list[int], lengths: list[int], total: int) -> None:
+    room = [end - start for start, end in itertools.pairwise(bounds)]
+    fits = len(room) == len(lengths) and all(r >= n for r, n in zip(room, lengths, strict=True))
+    if not (fits and bounds[0] == 0 and bounds[-1] == total):
+        found = f"bounds {bounds} for {total} packed values"
+        expected = f"room for rows of {lengths} tokens, from 0 to the end"
+        raise BatchError(fault("packed batch", "cu_seqlens", found, expected))
 
 
 def _checked(attention_mask_BT: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -106,6 +106,7 @@ class Mitigation:
     diagnostic: bool
     changes_unit: bool
     build: Callable[..., Patch | Sequence[Patch]]
+    after_norm: bool = False
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -145,12 +146,14 @@ def mitigation(
     source: str,
     diagnostic: bool = False,
     changes_unit: bool = False,
+    after_norm: bool = False,
 ) -> Callable[[Callable[..., Patch | Sequence[Patch]]], Mitigation]:
     """Declare a mitigation; every parameter of the decorated function needs a default.
 
     ``diagnostic``: it changes what the training means, so it is never called proven.
     ``changes_unit``: it changes the unit of the loss (denominator, aggregation, global scale), so
-    it is also judged by ``ratio_scaled``.
+    it is also judged by ``ratio_scaled``. ``after_norm``: it acts after the norm (clipping,
+    skipping) and has no patches; it is judged ``not_applicable``.
     """
 
     def wrap(build: Callable[..., Patch | Sequence[Patch]]) -> Mitigation:
@@ -165,6 +168,7 @@ def mitigation(
             diagnostic=diagnostic,
             changes_unit=changes_unit,
             build=build,
+            after_norm=after_norm,
         )
 
     return wrap

@@ -47,6 +47,7 @@ def expand_routes(routes: Sequence[Tensor], attention_mask_BT: Tensor) -> Tensor
 def check_routes(
     routes: Sequence[Tensor | None],
     lengths: Sequence[int],
+    *,
     layers: int,
     topk: int,
     experts: int,

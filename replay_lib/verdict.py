@@ -307,7 +307,7 @@ def _weigh_norm(m: Measured, variant: Variant, norm: float, band: float, label: 
 
 def _told(m: Measured, norm: float, compared: float, ruled: Verdict) -> str:
     ratio, reduction = ratio_of(norm, m.median_norm), reduction_of(norm, compared)
-    less = "not comparable with" if reduction is None else f"{reduction:.1%} under"
+    less = _under(reduction)
     head = f"norm {norm:.7g} is {ratio:.3f} x the median {m.median_norm:.7g}"
     against = f"{less} the compared norm {compared:.7g}"
     if ruled is Verdict.PASS:
@@ -315,6 +315,12 @@ def _told(m: Measured, norm: float, compared: float, ruled: Verdict) -> str:
     needed = f"{m.recording_reduction:.0%} are worth recording"
     joint = "but" if ruled is Verdict.PARTIAL else "and"
     return f"{head}, above the target {m.target_ratio:g}, {joint} {against} ({needed})"
+
+
+def _under(reduction: float | None) -> str:
+    if reduction is None:
+        return "not comparable with"
+    return f"{abs(reduction):.1%} {'over' if reduction < 0 else 'under'}"
 
 
 def _threshold_inside(m: Measured, norm: float, compared: float, band: float) -> str | None:

@@ -15,7 +15,6 @@ from replay_lib.engine.model import LiveModel
 from replay_lib.engine.routes import PackedRoutes, replaying
 from replay_lib.loss import GrpoSettings
 from replay_lib.loss.logits import log_prob_and_entropy
-from replay_lib.packing import unpack
 
 
 @dataclass
@@ -52,21 +51,22 @@ def forward(
             packed_seq_params=_packing(micro),
         )
     log_prob, entropy = log_prob_and_entropy(logits[0], micro.labels, settings)
-    starts = micro.packed.cu_seqlens
-    return Forward(
-        log_prob=unpack(log_prob, starts, micro.attention_mask),
-        entropy=unpack(entropy, starts, micro.attention_mask),
-    )
+    return Forward(log_prob=_unpack(log_prob, micro), entropy=_unpack(entropy, micro))
+
+
+def _unpack(packed: Tensor, micro: MicroBatch) -> Tensor:
+    """``[N]`` to ``[B, T]`` by indices made beforehand: boolean indexing would stop the queue."""
+    mask = micro.attention_mask
+    return torch.where(mask, packed.index_select(0, micro.place).view(mask.shape), 0.0)
 
 
 def _packing(micro: MicroBatch) -> Any:
-    starts = micro.packed.cu_seqlens.to("cpu", torch.int32)
     return PackedRows(
         qkv_format="thd",
-        cu_seqlens_q=starts,
-        cu_seqlens_kv=starts,
-        cu_seqlens_q_padded=starts,
-        cu_seqlens_kv_padded=starts,
+        cu_seqlens_q=micro.starts,
+        cu_seqlens_kv=micro.starts,
+        cu_seqlens_q_padded=micro.starts,
+        cu_seqlens_kv_padded=micro.starts,
         max_seqlen_q=micro.layout.longest,
         max_seqlen_kv=micro.layout.longest,
         rows=micro.layout,

@@ -48,7 +48,8 @@ class MicroBatch:
     tokens: Tensor  # int64 [1, N]
     labels: Tensor  # int64 [N]
     attention_mask: Tensor  # bool [B, T]
-    packed: Packed
+    place: Tensor  # int64 [B * T], position of each token among the packed ones (0 off the mask)
+    starts: Tensor  # int32 [B + 1] on the CPU, where rows start; the tail belongs to the last one
     layout: Rows
 
     @property
@@ -132,9 +133,15 @@ def _micro_batch(
         tokens=packed.values.unsqueeze(0).to(device),
         labels=labels.values.to(device),
         attention_mask=mask.to(device),
-        packed=packed,
+        place=_places(mask, packed).to(device),
+        starts=packed.cu_seqlens,
         layout=rows_of([int(x) for x in packed.cu_seqlens.tolist()], device),
     )
+
+
+def _places(mask: Tensor, packed: Packed) -> Tensor:
+    first = packed.cu_seqlens[:-1].long().unsqueeze(1)
+    return torch.where(mask, first + mask.cumsum(dim=1) - 1, 0).reshape(-1)
 
 
 def packed_routes(rank: RankInput, forced_BTL: Tensor | None, micro: MicroBatch) -> Any:

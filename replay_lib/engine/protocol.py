@@ -30,6 +30,10 @@ class MitigationCall(Frozen):
     slug: str
     params: dict[str, Any] = Field(default_factory=dict)
 
+    def __hash__(self) -> int:
+        # params is a dict; equal calls have equal labels
+        return hash(self.label())
+
     def label(self) -> str:
         """``slug`` or ``slug:name=value,...``, as it is written on a command line."""
         inside = ",".join(f"{k}={v}" for k, v in sorted(self.params.items()))
