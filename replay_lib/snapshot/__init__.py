@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from replay_lib.snapshot.batches import load_batch, payload_counts
+    from replay_lib.snapshot.batches import load_batch, load_handles, payload_counts
     from replay_lib.snapshot.checkpoint import SafeReader, iter_tensors, read_tensors
     from replay_lib.snapshot.model import Parallel, Snapshot, SpikeSettings, WorkerConfig
     from replay_lib.snapshot.opening import open_snapshot
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from replay_lib.snapshot.write_rank import SavedHandle, object_ref
 
 _ROOMS = {
-    "batches": ("load_batch", "payload_counts"),
+    "batches": ("load_batch", "load_handles", "payload_counts"),
     "checkpoint": ("SafeReader", "iter_tensors", "read_tensors"),
     "model": ("Parallel", "Snapshot", "SpikeSettings", "WorkerConfig"),
     "opening": ("open_snapshot",),
@@ -46,6 +46,7 @@ __all__ = [
     "iter_tensors",
     "load_batch",
     "load_grad_info",
+    "load_handles",
     "load_model_fields",
     "load_settings",
     "object_ref",

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 from replay_lib import layout
 from replay_lib.batch import ROW_COLUMNS, TOKEN_COLUMNS, RankBatch
 from replay_lib.errors import BatchError, SnapshotError, fault
-from replay_lib.snapshot.model import Snapshot
+from replay_lib.snapshot.model import RankFiles, Snapshot
 from replay_lib.snapshot.pickles import load_untrusted
 from replay_lib.snapshot.routes import (
+    Handle,
     MergedRow,
+    Paths,
     handle_paths,
+    payload_by_handle,
     plain_tree,
     read_payload,
     tie,
@@ -42,17 +45,9 @@ def load_batch(snapshot: Snapshot, dp_rank: int) -> RankBatch:
     """
     files = snapshot.files_of(dp_rank)
     columns = read_columns(files.batch)
-    rows = int(columns["input_ids"].shape[0])
-    try:
-        paths = handle_paths(columns.pop(_HANDLES, None), rows)
-        trees = _trees(columns.pop(_MERGE, None), rows)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise SnapshotError(
-            fault(files.batch, _HANDLES, str(error), "handles or trees for each row")
-        ) from error
-    expected = snapshot.path / layout.routing_file(files.rank)
-    by_path = tie(paths, files.routing, expected)
-    routes, merged = _split(by_path, trees)
+    paths, trees = _pop_non_tensors(columns, files.batch)
+    payload = payload_by_handle(paths, files.routing, _routing_file(snapshot, files))
+    routes, merged = _split(tie(paths, payload), trees)
     batch = RankBatch(
         dp_rank=dp_rank,
         routes=tuple(routes),
@@ -63,12 +58,43 @@ def load_batch(snapshot: Snapshot, dp_rank: int) -> RankBatch:
     return batch
 
 
+def load_handles(
+    snapshot: Snapshot, dp_rank: int
+) -> tuple[list[Paths | None], dict[Handle, Tensor]]:
+    """Handles of each row by path, and the routes of each, as stored.
+
+    Errors as of :func:`load_batch`.
+    """
+    files = snapshot.files_of(dp_rank)
+    paths, _trees_of_rows = _pop_non_tensors(read_columns(files.batch), files.batch)
+    return paths, payload_by_handle(paths, files.routing, _routing_file(snapshot, files))
+
+
 def payload_counts(snapshot: Snapshot) -> dict[int, int]:
     """Routing payloads of each data-parallel rank, counted in the files."""
     return {
         files.dp_rank: len(read_payload(files.routing)) if files.routing else 0
         for files in snapshot.dp_rank_files
     }
+
+
+def _routing_file(snapshot: Snapshot, files: RankFiles) -> Path:
+    return snapshot.path / layout.routing_file(files.rank)
+
+
+def _pop_non_tensors(
+    columns: dict[str, Any], path: Path
+) -> tuple[list[Paths | None], list[dict[str, Any] | None]]:
+    """Handles and prefix trees of each row, taken out of ``columns``."""
+    rows = int(columns["input_ids"].shape[0])
+    try:
+        paths = handle_paths(columns.pop(_HANDLES, None), rows)
+        trees = _trees(columns.pop(_MERGE, None), rows)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise SnapshotError(
+            fault(path, _HANDLES, str(error), "handles or trees for each row")
+        ) from error
+    return paths, trees
 
 
 def read_columns(path: Path) -> dict[str, Any]:
@@ -92,9 +118,14 @@ def read_columns(path: Path) -> dict[str, Any]:
 
 
 def _column_table(found: Any) -> dict[str, Any]:
-    if not is_a(found, "SampleTensorDict", "TensorDict") or not isinstance(found.state, dict):
+    state = None
+    if is_a(found, "SampleTensorDict", "TensorDict"):
+        state = found.state
+    elif is_a(found, "_make_td") and len(found.args) == 2:  # a plain TensorDict: class and state
+        state = found.args[1]
+    if not isinstance(state, dict):
         raise ValueError(f"a {type(found).__name__}")
-    table = found.state.get("_tensordict")
+    table = state.get("_tensordict")
     if not isinstance(table, dict):
         raise ValueError(f"a batch whose columns are a {type(table).__name__}")
     return table

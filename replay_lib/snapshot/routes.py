@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from replay_lib.errors import BatchError, IncompleteSnapshotError, SnapshotError, fault
+from replay_lib.errors import BatchError, SnapshotError, fault
 from replay_lib.snapshot.arrays import array_from
+from replay_lib.snapshot.documents import missing
 from replay_lib.snapshot.pickles import load_untrusted
 from replay_lib.snapshot.stand_ins import StandIn, is_a, routing_table
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
 Handle = tuple[Any, int, int | None]  # what identifies the object, first row, number of rows
@@ -111,37 +114,42 @@ def read_payload(path: Path) -> list[Tensor]:
     payload: list[Tensor] = []
     for index, item in enumerate(found):
         try:
-            tensor = torch.from_numpy(array_from(item))
+            array = int16_from(item)
         except (ValueError, TypeError) as error:
-            raise SnapshotError(
+            raise BatchError(
                 fault(path, f"entry {index}", str(error), "an integer array [rows, L, K]")
             ) from error
-        payload.append(_checked(tensor, path, index, payload[0] if payload else None))
+        if payload and array.shape[1:] != payload[0].shape[1:]:
+            layers, topk = payload[0].shape[1:]
+            raise BatchError(
+                fault(
+                    path,
+                    f"entry {index}",
+                    f"{list(array.shape)}",
+                    f"[rows, {layers}, {topk}] as in entry 0",
+                )
+            )
+        payload.append(torch.from_numpy(array))
     return payload
 
 
-def _checked(tensor: Tensor, path: Path, index: int, first: Tensor | None) -> Tensor:
-    """int16, three axes, L and K as in the first entry."""
-    import torch
+def int16_from(value: Any) -> NDArray[np.int16]:
+    """A stand-in's array of three axes as int16; a ValueError where that would lose anything."""
+    import numpy as np
 
-    found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-    if tensor.ndim != 3 or tensor.dtype.is_floating_point or tensor.dtype is torch.bool:
-        raise BatchError(fault(path, f"entry {index}", found, "an integer array [rows, L, K]"))
-    if first is not None and tensor.shape[1:] != first.shape[1:]:
-        layers, topk = first.shape[1:]
-        raise BatchError(
-            fault(path, f"entry {index}", found, f"[rows, {layers}, {topk}] as in entry 0")
-        )
-    bounds = torch.iinfo(torch.int16)
-    if tensor.numel() and not bounds.min <= int(tensor.min()) <= int(tensor.max()) <= bounds.max:
-        raise BatchError(fault(path, f"entry {index}", "expert ids beyond int16", "int16 ids"))
-    return tensor.to(torch.int16)
+    array = array_from(value)
+    if array.ndim != 3 or array.dtype.kind not in "iu":
+        raise ValueError(f"{array.dtype} {list(array.shape)}")
+    bounds = np.iinfo(np.int16)
+    if array.size and not (bounds.min <= int(array.min()) and int(array.max()) <= bounds.max):
+        raise ValueError(f"ids from {array.min()} to {array.max()}, beyond int16")
+    return array.astype(np.int16)
 
 
-def tie(
+def payload_by_handle(
     rows: Sequence[Paths | None], payload_file: Path | None, expected_file: Path
-) -> list[list[Tensor] | None]:
-    """Routes of each row by path, int16 ``[n, L, K]``; None for rows without handles.
+) -> dict[Handle, Tensor]:
+    """Routes of each distinct handle, int16 ``[n, L, K]``.
 
     Raises IncompleteSnapshotError where there are handles and no payload file, and BatchError
     with both counts where they differ in number.
@@ -149,10 +157,8 @@ def tie(
     handles = distinct(rows)
     if payload_file is None:
         if handles:
-            raise IncompleteSnapshotError(
-                fault(expected_file, None, "no such file", f"payloads of {len(handles)} handles")
-            )
-        return [None] * len(rows)
+            raise missing(expected_file, f"payloads of the batch's {len(handles)} handles")
+        return {}
     payload = read_payload(payload_file)
     if len(payload) != len(handles):
         raise BatchError(
@@ -164,19 +170,20 @@ def tie(
                 "The two files are not of the same step: copy both again.",
             )
         )
-    by_handle = dict(zip(handles, payload, strict=True))
-    return [
-        None if paths is None else [_joined(path, by_handle, payload) for path in paths]
-        for paths in rows
-    ]
+    return dict(zip(handles, payload, strict=True))
 
 
-def _joined(path: list[Handle], by_handle: dict[Handle, Tensor], payload: list[Tensor]) -> Tensor:
+def tie(rows: Sequence[Paths | None], payload: dict[Handle, Tensor]) -> list[list[Tensor] | None]:
+    """Routes of each row by path, a path's handles joined; None for rows without handles."""
+    return [None if paths is None else [_joined(path, payload) for path in paths] for paths in rows]
+
+
+def _joined(path: list[Handle], payload: dict[Handle, Tensor]) -> Tensor:
     import torch
 
     if path:
-        return torch.cat([by_handle[handle] for handle in path])
-    layers, topk = payload[0].shape[1:] if payload else (0, 0)
+        return torch.cat([payload[handle] for handle in path])
+    layers, topk = next((tuple(t.shape[1:]) for t in payload.values()), (0, 0))
     return torch.empty(0, layers, topk, dtype=torch.int16)
 
 

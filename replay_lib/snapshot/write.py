@@ -52,10 +52,11 @@ class Content:
     handles: tuple[tuple[RowHandles | None, ...], ...] | None = None
 
 
-def read_content(snapshot: Snapshot) -> Content:
+def read_content(snapshot: Snapshot, *, keep_handles: bool = False) -> Content:
     """Everything of a snapshot but optimizer and RNG state, ready to be changed and written.
 
-    The spread of routes over stored objects is not kept: each path becomes one object.
+    With ``keep_handles`` the spread of routes over stored objects is kept; then change routes
+    there, for ``batches`` no longer decide them. Else each path becomes one object.
     """
     from replay_lib.snapshot.batches import load_batch
     from replay_lib.snapshot.checkpoint import read_tensors
@@ -73,7 +74,15 @@ def read_content(snapshot: Snapshot) -> Content:
         settings=load_settings(snapshot),
         tensors=read_tensors(snapshot.path),
         grad_info={rank: load_grad_info(snapshot, rank) for rank in saved},
+        handles=_saved_handles(snapshot) if keep_handles else None,
     )
+
+
+def _saved_handles(snapshot: Snapshot) -> tuple[tuple[RowHandles | None, ...], ...]:
+    from replay_lib.snapshot.batches import load_handles
+    from replay_lib.snapshot.write_rank import saved_rows
+
+    return tuple(saved_rows(*load_handles(snapshot, d)) for d in range(snapshot.parallel.dp))
 
 
 def read_worker_config(snapshot: Snapshot) -> dict[str, Any]:

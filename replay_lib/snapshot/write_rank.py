@@ -7,7 +7,7 @@ The pickles name AXRL's classes and have the states that AXRL's own objects woul
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from replay_lib.batch import ROW_COLUMNS, TOKEN_COLUMNS, RankBatch
 from replay_lib.errors import BatchError, fault
 from replay_lib.snapshot.naming import Call, Instance, named, save_named
-from replay_lib.snapshot.routes import MergedRow
+from replay_lib.snapshot.routes import Handle, MergedRow, Paths
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,6 +66,22 @@ def handles_of(batch: RankBatch) -> tuple[RowHandles | None, ...]:
         paths = paths or (() if route is None else (route,))
         found.append(tuple((handle(path),) for path in paths) if paths else None)
     return tuple(found)
+
+
+def saved_rows(
+    rows: Sequence[Paths | None], payload: Mapping[Handle, Tensor]
+) -> tuple[RowHandles | None, ...]:
+    """Handles as they were read, with their routes, ready to be written."""
+
+    def saved(handle: Handle) -> SavedHandle:
+        ref, start, count = handle
+        identity = ref[0] if isinstance(ref, tuple) else ref
+        return SavedHandle(ref=identity, rows=payload[handle], row_start=start, row_count=count)
+
+    return tuple(
+        None if paths is None else tuple(tuple(map(saved, path)) for path in paths)
+        for paths in rows
+    )
 
 
 def write_batch(path: Path, batch: RankBatch, handles: Sequence[RowHandles | None]) -> None:
