@@ -20,6 +20,12 @@ def _number(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
 
 
+def _experiment(result: Result) -> str:
+    if result.against == "baseline":
+        return result.experiment
+    return f"{result.experiment} against {result.against}"
+
+
 def _verdict(result: Result) -> str:
     others = [flag for flag in result.flags if str(flag) != str(result.verdict)]
     return f"{result.verdict} ({', '.join(others)})" if others else str(result.verdict)
@@ -41,7 +47,7 @@ def _retained(result: Result) -> str:
 
 COLUMNS: tuple[tuple[str, Callable[[Result], str]], ...] = (
     ("case", lambda r: r.case),
-    ("experiment", lambda r: r.experiment),
+    ("experiment", _experiment),
     ("grad norm", lambda r: _number(r.grad_norm_preclip, ".6g")),
     ("ratio", lambda r: _number(r.ratio, ".3f")),
     ("reduction", lambda r: "-" if r.is_baseline else _number(r.reduction, ".1%")),

@@ -1,0 +1,266 @@
+"""Commands of ``spike-replay``. What they do is in the rooms below; here is how it is asked."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from replay_lib import __version__
+from replay_lib.case import Case
+from replay_lib.cli.output import (
+    key_value_table,
+    print_error,
+    print_json,
+    progress,
+    stdout,
+)
+from replay_lib.cli.views import methods_table, print_replayed, replayed_document, snapshot_values
+from replay_lib.demo import RESULTS, run_demo
+from replay_lib.errors import SpikeReplayError, UsageError
+from replay_lib.exit_codes import ExitCode
+from replay_lib.listing import describe_methods, describe_snapshot
+from replay_lib.methods import load_methods
+from replay_lib.record.results_file import append_results, read_results
+from replay_lib.run import Replayed, ReplayOptions, parse_experiments, replay_case
+
+# \b keeps the lines of a paragraph as they are
+EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {c.value:>3}  {c.meaning}" for c in ExitCode)
+
+#: What typer raises for a wrong command line; found by name, since newer typer has its own click.
+CommandFault: type[Exception] = next(
+    kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
+)
+
+app = typer.Typer(
+    name="spike-replay",
+    help="Replay recorded gradient spikes, try mitigations on them, and judge what they do.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
+]
+Device = Annotated[
+    str, typer.Option(help="cpu, cuda, or auto: cuda where an NVIDIA device is found.")
+]
+Precision = Annotated[str, typer.Option(help="recorded (the run's own), float32 or bfloat16.")]
+DpRanks = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,N,...",
+        help="Replay these recorded data-parallel ranks only: a diagnostic, not full-fidelity.",
+    ),
+]
+Deterministic = Annotated[
+    bool, typer.Option(help="Deterministic algorithms wherever the device has them.")
+]
+Mitigations = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="DIR", help="A directory with methods of your own; may be repeated."),
+]
+Against = Annotated[
+    str,
+    typer.Option(metavar="METHOD", help="Compare with this experiment instead of the baseline."),
+]
+ResultsFile = Annotated[
+    Path | None, typer.Option("--results", metavar="FILE", help="Append the results to FILE.")
+]
+METHOD_SYNTAX = (
+    "A method is a slug, slug:name=value,name=value, or module:function; a+b applies both."
+)
+
+
+@app.command()
+def show(
+    snapshot: Annotated[Path, typer.Argument(help="A snapshot (iter_*) or a case directory.")],
+    json: Json = False,
+) -> None:
+    """Tell what a snapshot holds: step, norms, ratio, layout, settings, files."""
+    described = describe_snapshot(snapshot)
+    if json:
+        print_json(described)
+    else:
+        stdout().print(key_value_table(snapshot_values(described)))
+
+
+@app.command(epilog=METHOD_SYNTAX)
+def replay(
+    case: Annotated[
+        Path, typer.Argument(metavar="SNAPSHOT_OR_CASE", help="A snapshot or a case directory.")
+    ],
+    method: Annotated[
+        list[str] | None,
+        typer.Option("--method", "-m", help="A method to try; may be repeated. None: baseline."),
+    ] = None,
+    *,
+    against: Against = "baseline",
+    device: Device = "auto",
+    precision: Precision = "recorded",
+    dp_ranks: DpRanks = None,
+    deterministic: Deterministic = True,
+    mitigations: Mitigations = None,
+    results: ResultsFile = None,
+    json: Json = False,
+) -> None:
+    """Replay a recorded step, as it was and under each METHOD, and judge the results."""
+    options = _options(device, precision, dp_ranks, deterministic, mitigations)
+    _replay(case, method or [], against, options, results=results, json=json)
+
+
+@app.command(epilog=METHOD_SYNTAX)
+def sweep(
+    case: Annotated[
+        Path, typer.Argument(metavar="SNAPSHOT_OR_CASE", help="A snapshot or a case directory.")
+    ],
+    methods: Annotated[
+        list[str] | None, typer.Argument(help="Methods to try; none given: all registered ones.")
+    ] = None,
+    *,
+    against: Against = "baseline",
+    device: Device = "auto",
+    precision: Precision = "recorded",
+    dp_ranks: DpRanks = None,
+    deterministic: Deterministic = True,
+    mitigations: Mitigations = None,
+    results: ResultsFile = None,
+    json: Json = False,
+) -> None:
+    """Try many methods on one case, in one session."""
+    options = _options(device, precision, dp_ranks, deterministic, mitigations)
+    chosen = methods or list(load_methods(options.mitigations))
+    _replay(case, chosen, against, options, results=results, json=json)
+
+
+@app.command()
+def methods(
+    mitigations: Mitigations = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(
+            "--results", metavar="FILE", help=f"Results that tell a status [default: {RESULTS}]."
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """List all registered methods with family, seams and status."""
+    known = load_methods(mitigations)
+    told = read_results(results or RESULTS) if results or RESULTS.is_file() else []
+    described = describe_methods(known, told)
+    if json:
+        print_json({"methods": described})
+    else:
+        stdout().print(methods_table(described))
+
+
+@app.command()
+def demo(
+    device: Device = "auto",
+    results: Annotated[Path, typer.Option(metavar="FILE", help="Where results go.")] = RESULTS,
+    json: Json = False,
+) -> None:
+    """Replay the embedded spikes under the five recorded methods and show the verdicts."""
+    started = time.monotonic()
+    with progress() as tell:
+        replayed = run_demo(ReplayOptions(device=device), results, tell)
+    seconds = time.monotonic() - started
+    if json:
+        print_json(replayed_document(replayed, seconds) | {"file": str(results)})
+    else:
+        print_replayed(replayed, stdout())
+        stdout().print(f"\nResults: {results}. It took {seconds:.1f} s.", markup=False)
+    raise typer.Exit(replayed.exit_code)
+
+
+@app.callback(invoke_without_command=True)
+def top(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Replay recorded gradient spikes, try mitigations on them, and judge what they do."""
+    if version:
+        stdout().print(__version__)
+        raise typer.Exit
+
+
+def _options(
+    device: str,
+    precision: str,
+    dp_ranks: str | None,
+    deterministic: bool,
+    mitigations: list[Path] | None,
+) -> ReplayOptions:
+    return ReplayOptions(
+        device=device,
+        precision=precision,
+        dp_ranks=_numbers(dp_ranks),
+        deterministic=deterministic,
+        mitigations=tuple(mitigations or ()),
+    )
+
+
+def _numbers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise UsageError(f"--dp-ranks: found {text!r}, expected numbers as in 0,1") from error
+
+
+def _replay(
+    path: Path,
+    texts: list[str],
+    against: str,
+    options: ReplayOptions,
+    *,
+    results: Path | None,
+    json: bool,
+) -> None:
+    started = time.monotonic()
+    experiments = parse_experiments(texts, against, load_methods(options.mitigations))
+    with progress() as tell:
+        replayed: Replayed = replay_case(Case.open(path), experiments, options, tell)
+    if results is not None:
+        append_results(results, replayed.results)
+    seconds = time.monotonic() - started
+    if json:
+        print_json(replayed_document(replayed, seconds))
+    else:
+        print_replayed(replayed, stdout())
+    raise typer.Exit(replayed.exit_code)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry of the console script: every error becomes one text (or JSON) and an exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    sys.exit(_run(given, as_json="--json" in given))
+
+
+def _run(arguments: list[str], *, as_json: bool) -> int:
+    try:
+        code: Any = app(args=arguments, prog_name="spike-replay", standalone_mode=False)
+    except SpikeReplayError as error:
+        print_error(error.code, str(error), as_json=as_json)
+        return error.exit_code
+    except CommandFault as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # the message is the help text
+            sys.stderr.write(f"{error}\n")
+        else:
+            print_error(UsageError.code, f"{error}", as_json=as_json)
+        return ExitCode.USAGE
+    except (KeyboardInterrupt, typer.Abort):
+        print_error("interrupted", "interrupted from the keyboard", as_json=as_json)
+        return ExitCode.INTERRUPTED
+    except Exception as error:
+        if not as_json:
+            raise
+        print_error("internal", f"{type(error).__name__}: {error}", as_json=True)
+        return ExitCode.INTERNAL
+    return int(code or 0)

@@ -1,0 +1,37 @@
+"""What the exit code of a command means: the one table, which the README shows."""
+
+from __future__ import annotations
+
+import enum
+
+
+class ExitCode(enum.IntEnum):
+    """Exit codes of ``spike-replay``; those of errors are the ``exit_code`` of their class."""
+
+    GREEN = 0
+    RED = 1
+    USAGE = 2
+    INPUT = 3
+    MODEL = 4
+    PATCH = 5
+    ENGINE = 6
+    INTERNAL = 70
+    INTERRUPTED = 130
+
+    @property
+    def meaning(self) -> str:
+        """One line for a reader."""
+        return MEANINGS[self]
+
+
+MEANINGS: dict[ExitCode, str] = {
+    ExitCode.GREEN: "every verdict is as expected or better",
+    ExitCode.RED: "a verdict is worse than expected (where a case expects nothing: than pass)",
+    ExitCode.USAGE: "the command was called with something it cannot take",
+    ExitCode.INPUT: "a snapshot or a case cannot be used as it is",
+    ExitCode.MODEL: "model, weights, batch or loss settings are unsupported or contradict",
+    ExitCode.PATCH: "a mitigation is unknown, has wrong parameters or broke its seam",
+    ExitCode.ENGINE: "the worker process failed, died, hung or ran out of memory",
+    ExitCode.INTERNAL: "a fault of this program",
+    ExitCode.INTERRUPTED: "interrupted from the keyboard",
+}

@@ -1,0 +1,235 @@
+"""The other door: recorded spikes as a pytest suite. Options and fixtures; no torch at import.
+
+    def test_mitigation(case, mitigation, replay):
+        result = replay(mitigation)
+        assert not result.red, result.explain()
+
+``case`` and ``mitigation`` are parametrized in two calls, the first with session scope: pytest
+then orders the tests by case, so that each case is opened once. One joint call would reopen it for
+every test. Under xdist all tests of a case go to one worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replay_lib.case import Case, discover
+from replay_lib.errors import SpikeReplayError
+from replay_lib.methods import load_methods
+from replay_lib.patch import Mitigation
+from replay_lib.record.result import Result
+from replay_lib.run import ReplayOptions, parse_experiments
+from replay_lib.suite import (
+    NO_CASES,
+    PROPERTY,
+    Sessions,
+    collect_results,
+    missing_device,
+    mitigation_labels,
+    summary_lines,
+)
+
+Replay = Callable[..., Result]
+Known = tuple[list[Case], dict[str, Mitigation]]
+_KNOWN = pytest.StashKey[Known]()
+
+_MARKERS = (
+    "gpu: the replay runs on an NVIDIA device; skipped where there is none",
+    "multigpu: as gpu, on two devices or more",
+    "slow: takes minutes",
+    "xdist_group(name): tests of one group go to one worker",
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("spike replay")
+    group.addoption(
+        "--spike-cases",
+        metavar="DIR",
+        type=Path,
+        help="directory of cases, one DIR/*/case.yaml each [default: spike_cases in the rootdir]",
+    )
+    group.addoption(
+        "--mitigations",
+        metavar="DIR",
+        type=Path,
+        action="append",
+        default=[],
+        help="directory with mitigations beside the built-in ones; may be repeated",
+    )
+    group.addoption(
+        "--device",
+        default="auto",
+        choices=("auto", "cpu", "cuda"),
+        help="where tests without the gpu marker replay [default: auto]",
+    )
+    group.addoption(
+        "--require-device",
+        action="store_true",
+        help="a test whose device is missing fails; without this it is skipped",
+    )
+    group.addoption(
+        "--require-cases",
+        action="store_true",
+        help="fail if no case is found; without this such tests are skipped",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for marker in _MARKERS:
+        config.addinivalue_line("markers", marker)
+    # plain -n asks for "load", which would spread one case over all workers and open it in each;
+    # "loadgroup" is the same for tests that belong to no group
+    if getattr(config.option, "dist", "no") == "load":
+        config.option.dist = "loadgroup"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if _is_ours(metafunc, "case"):
+        metafunc.parametrize("case", _case_params(metafunc.config), indirect=True, scope="session")
+    if _is_ours(metafunc, "mitigation"):
+        labels = mitigation_labels(_methods(metafunc.config), _cases(metafunc.config))
+        metafunc.parametrize("mitigation", labels, indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A call with parameters is tried on the cases that expect something of it, on no others."""
+    unstated = [item for item in items if _is_unstated(item)]
+    if unstated:
+        config.hook.pytest_deselected(items=unstated)
+        items[:] = [item for item in items if item not in unstated]
+
+
+def _is_unstated(item: pytest.Item) -> bool:
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    case, label = params.get("case"), params.get("mitigation")
+    if not isinstance(case, Case) or label is None:
+        return False
+    return label not in case.expected and label not in _methods(item.config)
+
+
+@pytest.fixture(scope="session")
+def case(request: pytest.FixtureRequest) -> Case:
+    """One recorded spike, its snapshot present."""
+    found = request.param
+    if found is NO_CASES:
+        text = f"no case in {_cases_dir(request.config)}"
+        if request.config.getoption("--require-cases"):
+            pytest.fail(text, pytrace=False)
+        pytest.skip(text)
+    try:
+        found.require()
+    except SpikeReplayError as error:
+        pytest.fail(str(error), pytrace=False)
+    assert isinstance(found, Case)
+    return found
+
+
+@pytest.fixture
+def mitigation(request: pytest.FixtureRequest) -> str:
+    """One mitigation, as it is written on a command line."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def _spike_sessions(case: Case, request: pytest.FixtureRequest) -> Iterator[Sessions]:
+    """Sessions of one case in this process, one a device; closed before the next case."""
+    options = ReplayOptions(mitigations=tuple(request.config.getoption("--mitigations")))
+    sessions = Sessions(case, options)
+    yield sessions
+    sessions.close()
+
+
+@pytest.fixture
+def replay(request: pytest.FixtureRequest, case: Case, _spike_sessions: Sessions) -> Replay:
+    """``replay(mitigation, against="baseline") -> Result`` on the case of this test."""
+    device = _device_of(request, case)
+
+    def run(mitigation: str = "baseline", against: str = "baseline") -> Result:
+        try:
+            result = _spike_sessions.replay(mitigation, against, device)
+        except SpikeReplayError as error:
+            pytest.fail(f"{case.name} / {mitigation}: {error}", pytrace=False)
+        request.node.user_properties.append((PROPERTY, result.model_dump_json()))
+        return result
+
+    return run
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    lines = summary_lines(collect_results(terminalreporter.stats))
+    if lines:
+        terminalreporter.section("spike replay")
+        for line in lines:
+            terminalreporter.write_line(line)
+
+
+def _device_of(request: pytest.FixtureRequest, case: Case) -> str:
+    """The device this test replays on; skips or fails where it is missing."""
+    node, config = request.node, request.config
+    marked = {name for name in ("gpu", "multigpu") if node.get_closest_marker(name)}
+    device = "cuda" if marked else str(config.getoption("--device"))
+    reason = missing_device(case.needs, device, at_least=2 if "multigpu" in marked else 1)
+    if reason is not None:
+        text = f"{case.name}: {reason}"
+        if config.getoption("--require-device"):
+            pytest.fail(text, pytrace=False)
+        pytest.skip(text)
+    return device
+
+
+def _is_ours(metafunc: pytest.Metafunc, name: str) -> bool:
+    """Whether the test asks for this plugin's fixture and not for one of the same name."""
+    if name not in metafunc.fixturenames:
+        return False
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        names = mark.args[0] if mark.args else mark.kwargs["argnames"]
+        given = names.split(",") if isinstance(names, str) else list(names)
+        if name in [one.strip() for one in given]:
+            return False
+    found = metafunc.definition.session._fixturemanager.getfixturedefs(name, metafunc.definition)
+    return found is not None and found[-1].func.__module__ == __name__
+
+
+def _cases_dir(config: pytest.Config) -> Path:
+    return Path(config.getoption("--spike-cases") or config.rootpath / "spike_cases")
+
+
+def _cases(config: pytest.Config) -> list[Case]:
+    return _known(config)[0]
+
+
+def _methods(config: pytest.Config) -> dict[str, Mitigation]:
+    return _known(config)[1]
+
+
+def _known(config: pytest.Config) -> Known:
+    """Cases and methods, read once; a fault of theirs is one clear line and ends the run."""
+    if _KNOWN not in config.stash:
+        try:
+            config.stash[_KNOWN] = _read(config)
+        except SpikeReplayError as error:
+            raise pytest.UsageError(str(error)) from error
+    return config.stash[_KNOWN]
+
+
+def _read(config: pytest.Config) -> Known:
+    directory = _cases_dir(config)
+    named = config.getoption("--spike-cases") is not None
+    cases = discover(directory) if named or directory.is_dir() else []
+    methods = load_methods(config.getoption("--mitigations"))
+    for found in cases:
+        parse_experiments(found.expected, "baseline", methods)  # an expectation nobody can meet
+    return cases, methods
+
+
+def _case_params(config: pytest.Config) -> list[Any]:
+    params = [
+        pytest.param(found, id=found.name, marks=pytest.mark.xdist_group(found.name))
+        for found in _cases(config)
+    ]
+    return params or [pytest.param(NO_CASES, id="no-cases")]
