@@ -61,7 +61,8 @@ def reference_step(
     gradient = (sum over ranks and micro-batches of d scaled / d parameter) / sum of denominators.
 
     Raises UnsupportedModelError for a model it does not cover, WeightsError for parameters that
-    are missing or unused, BatchError where a route is to be forced that a row does not have.
+    are missing or unused, BatchError where a route is to be forced that a row does not have, for
+    merged rows, and for a partition that does not hold every row once.
     """
     model = read_model(model_fields)
     leaves = {n: t.detach().to(torch.float64).requires_grad_() for n, t in weights.items()}
@@ -69,7 +70,7 @@ def reference_step(
     log_probs: list[Tensor] = []
     loss, denominator = 0.0, 0.0
     for rank, (batch, micro_batches) in enumerate(zip(batches, partition, strict=True)):
-        _check_partition(batch, micro_batches)
+        _check_batch(batch, micro_batches)
         forced = replayed[rank] if replayed is not None else _everywhere(batch, model)
         log_prob_BT = torch.zeros(batch.rows, batch.width, dtype=torch.float64)
         for micro_batch in micro_batches:
@@ -127,7 +128,10 @@ def _saved_experts(model: ReferenceModel, rows: RankBatch, forced_BTL: Tensor) -
     return saved_BTLK
 
 
-def _check_partition(batch: RankBatch, micro_batches: Sequence[Sequence[int]]) -> None:
+def _check_batch(batch: RankBatch, micro_batches: Sequence[Sequence[int]]) -> None:
+    if any(merged is not None for merged in batch.merge_info or ()):
+        where = f"batch of dp rank {batch.dp_rank}"
+        raise BatchError(fault(where, "merge_info", "merged rows", "rows of one sequence each"))
     rows = sorted(r for micro_batch in micro_batches for r in micro_batch)
     if rows != list(range(batch.rows)):
         where = f"partition of dp rank {batch.dp_rank}"
