@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from replay_lib import layout
+from replay_lib.engine.protocol import Experiment
 from replay_lib.errors import CaseError, fault
 from replay_lib.rule import RECORDING_REDUCTION, TARGET_RATIO, Verdict
 from replay_lib.verdict import Bound
@@ -124,6 +125,8 @@ class Case(_Strict):
         fields = {k: getattr(read, k) for k in CaseFile.model_fields if k in cls.model_fields}
         fields["snapshot"] = _inside(file, "snapshot", read.snapshot)
         fields["quiet"] = _inside(file, "quiet", read.quiet) if read.quiet else None
+        # one spelling of parameters: scale_up=true and scale_up=True are the same experiment
+        fields["expected"] = {Experiment.parse(k).name: v for k, v in read.expected.items()}
         return cls(name=file.parent.name, file=file, **fields)
 
     @classmethod

@@ -35,6 +35,7 @@ from replay_lib.suite import (
 
 Replay = Callable[..., Result]
 Known = tuple[list[Case], dict[str, Mitigation]]
+_DIST = "spike_replay_dist"
 _KNOWN = pytest.StashKey[Known]()
 
 _MARKERS = (
@@ -86,6 +87,15 @@ def pytest_configure(config: pytest.Config) -> None:
     # "loadgroup" is the same for tests that belong to no group
     if getattr(config.option, "dist", "no") == "load":
         config.option.dist = "loadgroup"
+    # a worker reads the command line again and does not see that change
+    if getattr(config, "workerinput", {}).get(_DIST) == "loadgroup":
+        config.option.loadgroup = True
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell an xdist worker how tests are distributed."""
+    node.workerinput[_DIST] = node.config.option.dist
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -62,6 +62,12 @@ def test_a_whole_case(tmp_path: Path) -> None:
     assert Case.open(directory) == case
 
 
+def test_expectations_are_spelled_as_experiments_are(tmp_path: Path) -> None:
+    text = "schema: 1\nsnapshot: x\nexpected: {'some-method: b=true, a=1.50': fail}\n"
+    case = Case.load(write(tmp_path, text))
+    assert case.expected == {"some-method:a=1.5,b=True": Verdict.FAIL}
+
+
 def test_a_bare_snapshot_is_a_case_with_defaults(tmp_path: Path) -> None:
     snapshot = tmp_path / "iter_0000085"
     snapshot.mkdir()
