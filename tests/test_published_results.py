@@ -1,4 +1,4 @@
-"""Norms that were published for real spikes: the rule gives every stated result, the gates two more.
+"""Published norms of real spikes: the rule gives every stated result, and two gates speak.
 
 The snapshots are not public, so these can only be classified.
 """
