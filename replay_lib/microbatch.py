@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from replay_lib.errors import BatchError, fault
@@ -101,7 +102,8 @@ class _Bin(NamedTuple):
         return _Bin(self.total + other.total, self.number + other.number, self.items + other.items)
 
 
-class _State(NamedTuple):
+@dataclass(frozen=True)
+class _State:
     """``count`` bins, largest first. The state with the widest spread is merged first."""
 
     bins: tuple[_Bin, ...]
@@ -110,8 +112,7 @@ class _State(NamedTuple):
     def spread(self) -> int:
         return self.bins[0].total - self.bins[-1].total
 
-    def __lt__(self, other: tuple[object, ...]) -> bool:
-        assert isinstance(other, _State)
+    def __lt__(self, other: _State) -> bool:
         if self.spread != other.spread:
             return self.spread > other.spread
         return self.bins[0] > other.bins[0]

@@ -31,8 +31,8 @@ RTOL = 1e-5
 #: Times the largest gradient of the case: tokens whose gradient cancels carry the rounding of the
 #: larger ones. Recorded float32 and float64 gradients differ by at most 2e-7 of the largest.
 ATOL = 1e-6
-#: Against the recorded float64 run: equal up to summation order, but for what the recorder rounded
-#: to float32 all the same (KL and quantiles): a few units of 6e-8, relative to that part.
+#: Against the recorded float64 run: equal up to the order of float64 sums. What the trainer rounds
+#: to float32 all the same (KL, quantiles) is summed in float32 too, so its share gets more.
 RTOL_64 = 1e-12
 RTOL_64_ROUNDED = 1e-6
 
@@ -149,8 +149,6 @@ def check_loss(case: Mapping[str, Any]) -> None:
     single = _run(case, torch.float32)
     largest = _check_against_float32(case, single)
     _check_metrics(expected["metrics"], single.result)
-    if expected["status"] == "nonfinite" and _inputs_are_finite(case):
-        return  # an overflow of float32, which float64 need not have
     double = _run(case, torch.float64)
     _check_against_float32(case, double)
     if expected["ref64"] is not None:
@@ -166,12 +164,6 @@ def _run(case: Mapping[str, Any], dtype: torch.dtype) -> _Run:
     result.scaled.backward()
     grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in (log_prob, entropy)]
     return _Run(result, *grads)
-
-
-def _inputs_are_finite(case: Mapping[str, Any]) -> bool:
-    columns = [case["batch"][name] for name in FLOAT_COLUMNS if name in case["batch"]]
-    values = [floats(column) for column in (*columns, *case["outputs"].values())]
-    return all(bool(torch.isfinite(value).all()) for value in values)
 
 
 def _rows(case: Mapping[str, Any]) -> RankBatch:

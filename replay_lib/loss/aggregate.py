@@ -2,7 +2,7 @@
 
 Masking is by multiplication, so a NaN or an infinity at a masked position poisons a mean: that
 is what the trainer does, and a replay has to do it too. ``token-max`` and ``token-min`` mask by
-filling, the quantiles by selection.
+filling, the quantiles by selection; quantiles are taken in float32 whatever the dtype.
 
 Source: AXRL ``BaseTrainer.aggregate_with_mask``.
 """
@@ -67,7 +67,10 @@ def _token_min(value_BT: Tensor, mask_BT: Tensor) -> Tensor:
 def _token_quantile(share: float) -> Callable[[Tensor, Tensor], Tensor]:
     def quantile(value_BT: Tensor, mask_BT: Tensor) -> Tensor:
         picked = value_BT[mask_BT]
-        return torch.quantile(picked, share) if picked.numel() else value_BT.new_zeros(())
+        # an empty sum is 0 with a gradient of 0; the trainer's constant would stop backward
+        if not picked.numel():
+            return picked.sum()
+        return torch.quantile(picked.float(), share).to(value_BT.dtype)
 
     return quantile
 

@@ -15,12 +15,12 @@ def kl_term(settings: GrpoSettings, inputs: LossInputs) -> Tensor:
 
     The trainer computes it always and multiplies it by ``kl_control_alpha``, also when that is 0:
     one -inf anywhere in a row makes the loss NaN with KL control off. The base is the old policy
-    by default, not the reference. k2: http://joschu.net/blog/kl-approx.html. AXRL rounds its
-    inputs to float32; a float64 input stays float64 here.
+    by default, not the reference. k2: http://joschu.net/blog/kl-approx.html. Its inputs are
+    rounded to float32, as in the trainer, also where all the rest is float64.
     Source: AXRL ``GrpoTrainer.get_kl_loss``, ``kl_utils.kl_divergence``.
     """
     base_BT = inputs.old_BT if settings.kl_base_logprobs == "old_logprobs" else inputs.ref_BT
-    k2_BT = (inputs.log_prob_BT - base_BT) ** 2 / 2
+    k2_BT = (inputs.log_prob_BT.float() - base_BT.float()) ** 2 / 2
     return aggregate(k2_BT, inputs.loss_mask_BT, settings.loss_agg_type)
 
 
