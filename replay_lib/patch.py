@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from replay_lib.errors import PatchError
+from replay_lib.errors import PatchError, SpikeReplayError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,6 +46,17 @@ class Patch:
 
     seam: Seam
     apply: Callable[..., Any]
+
+    def __call__(self, *present: Any) -> Any:
+        """``apply(*present)``; what a patch raises becomes a PatchError that names its seam."""
+        try:
+            return self.apply(*present)
+        except SpikeReplayError:
+            raise
+        except Exception as error:
+            raise PatchError(
+                f"a patch at the {self.seam.value} seam raised {type(error).__name__}: {error}"
+            ) from error
 
 
 def weights_patch(apply: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> Patch:

@@ -95,7 +95,7 @@ def _apply_routing(patches: Sequence[Patch], rank: RankInput) -> tuple[Tensor | 
         return rank.forced_BTL, 0
     forced = rank.forced_BTL
     for patch in patches:
-        nxt = patch.apply(forced.clone(), rank.batch)
+        nxt = patch(forced.clone(), rank.batch)
         if not isinstance(nxt, Tensor) or nxt.shape != forced.shape or nxt.dtype != torch.bool:
             raise PatchError(
                 f"a routing patch must return a bool tensor {list(forced.shape)} [B, T, L]; "
@@ -109,7 +109,7 @@ def _apply_routing(patches: Sequence[Patch], rank: RankInput) -> tuple[Tensor | 
 def _apply_batch(patches: Sequence[Patch], batch: RankBatch) -> tuple[RankBatch, int]:
     current = batch
     for patch in patches:
-        current = patch.apply(current)
+        current = patch(current)
         if not isinstance(current, RankBatch):
             raise PatchError(f"a batch patch must return a RankBatch, not {_describe(current)}")
     if current is batch:
@@ -144,7 +144,7 @@ def _changed(before: Tensor | None, after: Tensor | None, name: str) -> int:
 def _apply_settings(patches: Sequence[Patch], settings: GrpoSettings) -> tuple[GrpoSettings, int]:
     current = settings
     for patch in patches:
-        current = patch.apply(current)
+        current = patch(current)
         if not isinstance(current, GrpoSettings):
             raise PatchError(f"a settings patch must return GrpoSettings, not {_describe(current)}")
     before, after = settings.model_dump(), current.model_dump()
@@ -176,7 +176,7 @@ def patched_weights(parameters: Mapping[str, Tensor], patches: Sequence[Patch]) 
     try:
         for patch in patches:
             view = {name: p.detach().clone() for name, p in parameters.items()}
-            for name, value in patch.apply(view).items():
+            for name, value in patch(view).items():
                 touched += _replace_weight(parameters, saved, name, value)
         yield touched
     finally:
@@ -207,9 +207,7 @@ def patched_fields(model: LiveModel, patches: Sequence[Patch]) -> Iterator[int]:
     touched = 0
     try:
         for patch in patches:
-            for name, value in patch.apply(
-                {f: getattr(model.config, f) for f in LIVE_FIELDS}
-            ).items():
+            for name, value in patch({f: getattr(model.config, f) for f in LIVE_FIELDS}).items():
                 if name not in LIVE_FIELDS:
                     raise PatchError(
                         f"model field {name!r} cannot be changed on a live model; those that can: "

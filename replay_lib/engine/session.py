@@ -211,8 +211,19 @@ class _Worker:
         line = self._read_line(time.monotonic() + timeout_s, timeout_s)
         reply: dict[str, Any] = json.loads(line)
         if reply["event"] == "error":
-            raise _error_named(reply["code"])(reply["message"])
+            raise self._named(reply)
         return reply
+
+    def _named(self, reply: dict[str, Any]) -> SpikeReplayError:
+        """The error that ended a request: where the job ended too, the first that a rank met."""
+        first = reply if reply["answered"] else self._first_error() or reply
+        return _error_named(first["code"])(first["message"])
+
+    def _first_error(self) -> dict[str, Any] | None:
+        """What the first failing rank wrote; other ranks only tell that a peer is gone."""
+        self._reap()
+        told = sorted(self.home.glob("error_rank*.json"), key=lambda f: f.stat().st_mtime_ns)
+        return json.loads(told[0].read_text()) if told else None
 
     def _connected(self, timeout_s: float) -> socket.socket:
         deadline = time.monotonic() + timeout_s
@@ -227,16 +238,24 @@ class _Worker:
         connection = self._connected(timeout_s)
         connection.settimeout(0.5)
         while b"\n" not in self.pending:
-            with contextlib.suppress(TimeoutError):
+            try:
                 data = connection.recv(1 << 16)
-                if not data:
-                    self._reap()
-                    raise EngineError(f"the worker ended unexpectedly.{self._log_end()}")
-                self.pending += data
+            except TimeoutError:
+                self._check(deadline, timeout_s)
                 continue
-            self._check(deadline, timeout_s)
+            except OSError:
+                data = b""
+            if not data:
+                raise self._ended()
+            self.pending += data
         line, _, self.pending = self.pending.partition(b"\n")
         return line
+
+    def _ended(self) -> SpikeReplayError:
+        told = self._first_error()
+        if told:
+            return _error_named(told["code"])(told["message"])
+        return EngineError(f"the worker ended unexpectedly.{self._log_end()}")
 
     def _check(self, deadline: float, timeout_s: float) -> None:
         if self.process.poll() is not None and self.connection is None:
@@ -263,7 +282,10 @@ class _Worker:
         log = self.home / "log"
         if not log.exists():
             return ""
-        last = log.read_text(errors="replace").splitlines()[-lines:]
+        told = log.read_text(errors="replace").splitlines()
+        # torchrun closes with a long report of its own; what the worker said stands before it
+        own = next((i for i, line in enumerate(told) if "failed (exitcode" in line), len(told))
+        last = told[:own][-lines:]
         return "\nEnd of its log:\n  " + "\n  ".join(last) if last else ""
 
     def stop(self) -> None:

@@ -152,7 +152,7 @@ def _token_weights(variant: Variant, rows: RankBatch, log_prob: Tensor) -> Tenso
         return None
     weights = torch.ones_like(log_prob)
     for patch in patches:
-        weights = patch.apply(weights, rows, log_prob)
+        weights = patch(weights, rows, log_prob)
     variant.touched[Seam.TOKEN_WEIGHTS] += int(((weights != 1) & rows.loss_mask).sum())
     return weights
 

@@ -8,6 +8,7 @@ ends the others.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -15,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 CHANNEL = "SPIKE_REPLAY_CHANNEL"  # path of the parent's socket
@@ -54,8 +56,17 @@ def main() -> None:
     try:
         _serve(channel, started)
     except BaseException as error:
-        channel.send("error", **_describe(error))
+        _leave_word(error)
+        channel.send("error", answered=False, **_describe(error))
         raise
+
+
+def _leave_word(error: BaseException) -> None:
+    """Write what this rank met beside the channel: the parent shows the first rank's error."""
+    rank = os.environ.get("RANK", "0")
+    path = Path(os.environ[CHANNEL]).with_name(f"error_rank{rank}.json")
+    with contextlib.suppress(OSError):
+        path.write_text(json.dumps(_describe(error)))
 
 
 def _serve(channel: Channel, started: float) -> None:
@@ -86,7 +97,7 @@ def _serve(channel: Channel, started: float) -> None:
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
             loaded, info = load(wanted, comm, watch)
             replayer = Replayer(loaded, load_methods(wanted.mitigations or None))
-            channel.send("opened", info=info.model_dump(mode="json"))
+            channel.send("opened", info=json.loads(info.model_dump_json()))
         else:
             assert replayer is not None, "the first request opens the session"
             _answer(channel, replayer, op, request)
@@ -115,7 +126,10 @@ def _join(torch: Any) -> Any:
 
 
 def _answer(channel: Channel, replayer: Any, op: str, request: dict[str, Any]) -> None:
-    """Answer one request; what goes wrong in it leaves the session usable."""
+    """Answer one request; a known error in it leaves a session of one rank usable.
+
+    With several ranks it ends the job: the others may be waiting in a reduction for this one.
+    """
     from replay_lib.errors import SpikeReplayError
 
     try:
@@ -127,7 +141,9 @@ def _answer(channel: Channel, replayer: Any, op: str, request: dict[str, Any]) -
             channel.send("bare", seconds=_bare(replayer, int(request["passes"])))
         channel.send("done")
     except SpikeReplayError as error:
-        channel.send("error", **_describe(error))
+        if replayer.loaded.comm.world > 1:
+            raise
+        channel.send("error", answered=True, **_describe(error))
 
 
 def _run(channel: Channel, replayer: Any, request: dict[str, Any]) -> None:
@@ -140,7 +156,7 @@ def _run(channel: Channel, replayer: Any, request: dict[str, Any]) -> None:
         channel.send("progress", share=share)
 
     for outcome in replay(replayer, experiments, progress):
-        channel.send("outcome", outcome=outcome.model_dump(mode="json"))
+        channel.send("outcome", outcome=json.loads(outcome.model_dump_json()))
 
 
 def _gradients(replayer: Any, request: dict[str, Any]) -> None:

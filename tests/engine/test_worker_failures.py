@@ -1,0 +1,127 @@
+"""A worker that dies, hangs or fails on one rank is one clear error, in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from replay_lib.engine import session as session_module
+from replay_lib.engine.protocol import Experiment
+from replay_lib.engine.session import ReplaySession
+from replay_lib.errors import EngineError, UsageError, WeightsError
+
+BASELINE = Experiment.baseline()
+HERE = str(Path(__file__).parent)
+
+
+@pytest.fixture
+def faulty(plain_path, monkeypatch):
+    """Open a session whose worker has one planted fault (see faulty_worker.py)."""
+
+    def start(fault: str, **options) -> ReplaySession:
+        monkeypatch.setenv("PYTHONPATH", HERE)
+        monkeypatch.setenv("PLANTED_FAULT", fault)
+        return ReplaySession.open(
+            plain_path, device="cpu", worker_module="faulty_worker", **options
+        )
+
+    return start
+
+
+def children_of(pid: int) -> list[int]:
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False
+    )
+    return [int(p) for p in listed.stdout.split()]
+
+
+def test_a_killed_worker_is_one_error_with_the_end_of_its_log(plain_path):
+    with ReplaySession.open(plain_path, device="cpu") as session:
+        torchrun = session._worker.process.pid
+        os.kill(children_of(torchrun)[0], signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(EngineError, match="the worker"):
+            session.run(BASELINE)
+        assert time.monotonic() - start <= 60
+    assert session._worker.process.poll() is not None
+
+
+def test_a_hanging_worker_is_ended_after_the_limit(faulty):
+    with faulty("hang", silence_timeout_s=3) as session:
+        with pytest.raises(EngineError, match="said nothing for 3 s and was ended"):
+            session.run(BASELINE)
+        assert session._worker.process.poll() is not None
+
+
+def test_one_failing_rank_brings_the_others_down(faulty):
+    with faulty("raise-on-rank-1", ranks=2) as session:
+        start = time.monotonic()
+        with pytest.raises(EngineError) as caught:
+            session.run(BASELINE)
+        assert time.monotonic() - start <= 60
+    assert "planted fault on rank 1" in str(caught.value)
+
+
+def test_out_of_memory_says_what_to_do(faulty):
+    with faulty("out-of-memory") as session, pytest.raises(EngineError) as caught:
+        session.run(BASELINE)
+    assert str(caught.value).startswith("out of memory on the device: replay fewer ranks")
+
+
+def test_a_worker_that_cannot_start_shows_why(plain_path, monkeypatch):
+    with pytest.raises(EngineError, match="No module named '?no_such_worker"):
+        ReplaySession.open(plain_path, device="cpu", worker_module="no_such_worker")
+
+
+def test_what_cannot_fit_is_refused_before_loading(faulty):
+    with pytest.raises(EngineError, match=r"needs about .* GiB on cpu, 0\.0 GiB are free; nothing"):
+        faulty("no-memory")
+
+
+def test_a_zeroed_gradient_is_not_the_recorded_one(faulty, plain):
+    with faulty("zero-gradient") as session:
+        faulted = session.run(BASELINE)
+    sound = plain.run(BASELINE)
+    name = "decoder.layers.0.self_attention.linear_proj.weight"
+    assert faulted.param_norms[name] == 0.0 < sound.param_norms[name]
+    assert abs(faulted.grad_norm_preclip / sound.grad_norm_preclip - 1) > 1e-5
+
+
+def test_a_router_that_ignores_the_routes_is_refused(faulty):
+    with faulty("deaf-router") as session, pytest.raises(EngineError) as caught:
+        session.run(BASELINE)
+    assert "the routers did not use the saved experts: tokens routed elsewhere" in str(caught.value)
+
+
+def test_a_snapshot_without_a_parameter_is_refused_by_name(plain_path, tmp_path):
+    from dataclasses import replace
+
+    from replay_lib.snapshot import open_snapshot, read_content, write_snapshot
+
+    content = read_content(open_snapshot(plain_path))
+    tensors = dict(content.tensors)
+    tensors["decoder.final_norm.weight"] = tensors.pop("decoder.final_layernorm.weight")
+    tensors["output_layer.weight"] = tensors["output_layer.weight"][:64].clone()
+    bad = write_snapshot(tmp_path / "iter_0000085", replace(content, tensors=tensors))
+    with pytest.raises(WeightsError) as caught:
+        ReplaySession.open(bad.path, device="cpu")
+    assert str(caught.value) == (
+        f"{bad.path}: checkpoint and model differ, nothing was replayed: "
+        "missing in the checkpoint: decoder.final_layernorm.weight; "
+        "unknown to the model: decoder.final_norm.weight; "
+        "output_layer.weight has shape [64, 64], the model wants [128, 64]. "
+        "Check run_config.yaml against the run, or the snapshot against its source."
+    )
+
+
+def test_devices_that_are_not_there_are_refused(plain_path, monkeypatch):
+    monkeypatch.setattr(session_module, "has_cuda", lambda: False)
+    with pytest.raises(EngineError, match="no NVIDIA device is visible here"):
+        ReplaySession.open(plain_path, device="cuda")
+    with pytest.raises(UsageError, match="expected auto, cpu or cuda"):
+        ReplaySession.open(plain_path, device="tpu")
