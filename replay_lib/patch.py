@@ -135,7 +135,8 @@ class Mitigation:
             )
         built = self.build(**given)
         patches = (built,) if isinstance(built, Patch) else built
-        listed = isinstance(patches, Sequence) and len(patches) > 0
+        # what acts after the norm has nothing to patch before it
+        listed = isinstance(patches, Sequence) and (len(patches) > 0 or self.after_norm)
         if not (listed and all(isinstance(p, Patch) for p in patches)):
             raise PatchError(
                 f"mitigation {self.slug}: found {built!r}, expected a patch or several"

@@ -1,0 +1,67 @@
+"""What a machine has against what a case needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from replay_lib import devices
+from replay_lib.case import Needs
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, cards: int, gib: float) -> None:
+    monkeypatch.setattr(devices, "cuda_devices", lambda: cards)
+    monkeypatch.setattr(devices, "memory_gib", lambda _device: gib)
+
+
+@pytest.mark.parametrize(
+    ("cards", "device", "needs", "reason"),
+    [
+        (0, "auto", Needs(), None),
+        (0, "cpu", Needs(devices=4), None),
+        (1, "auto", Needs(devices=2), "it needs 2 NVIDIA device(s), 1 found"),
+        (0, "cuda", Needs(), "it needs 1 NVIDIA device(s), 0 found"),
+        (
+            0,
+            "auto",
+            Needs(device="cuda"),
+            "it needs an NVIDIA device and is to run on the CPU",
+        ),
+        (1, "cpu", Needs(device="cuda"), "it needs an NVIDIA device and is to run on the CPU"),
+        (1, "auto", Needs(device="cuda", memory_gib=80.0), None),
+        (
+            1,
+            "cuda",
+            Needs(memory_gib=81.0),
+            "it needs 81 GiB of memory on cuda, 80.0 found",
+        ),
+    ],
+)
+def test_unmet(
+    monkeypatch: pytest.MonkeyPatch, cards: int, device: str, needs: Needs, reason: str | None
+) -> None:
+    machine(monkeypatch, cards, 80.0)
+    assert devices.unmet(needs, device) == reason
+
+
+def test_memory_that_the_driver_does_not_tell_is_not_a_refusal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(devices, "cuda_devices", lambda: 1)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert devices.memory_gib("cuda") is None
+    assert devices.unmet(Needs(memory_gib=80.0), "cuda") is None
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"), [(None, 2), ("", 0), ("-1", 0), ("1", 1), ("0,1", 2), ("0,1,2", 2)]
+)
+def test_hidden_devices_are_not_counted(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, seen: int
+) -> None:
+    monkeypatch.setattr(Path, "glob", lambda *_: iter([Path("nvidia0"), Path("nvidia1")]))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert devices.cuda_devices() == seen
