@@ -144,6 +144,24 @@ def test_a_worker_that_dies_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> No
     assert engines.closed == ["iter_0000085"]
 
 
+def test_what_is_known_is_not_replayed_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = tmp_path / "engine.log"
+    monkeypatch.setenv(fake_engine.LOG, str(log))
+    case, options = Case.from_snapshot(SNAPSHOT), run.ReplayOptions()
+    opened = opened_case(monkeypatch, case, options, Engines({}))
+    for _ in range(2):
+        result_of(opened, "baseline")
+        result_of(opened, "disable-routing-replay")
+    ran = [line.split(" ", 2)[2] for line in log.read_text().splitlines() if " run " in line]
+    assert ran == [
+        "baseline",
+        "baseline",
+        "disable-routing-replay",
+    ]  # the baseline twice on purpose
+
+
 def test_nothing_is_started_for_a_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     engines = Engines({})
     monkeypatch.setattr(run, "open_engine", engines)

@@ -72,6 +72,14 @@ def test_carried_old_log_probabilities_are_compared_with_carried_ones() -> None:
     assert one.status is Status.NEGATIVE
 
 
+def test_shares_retained_with_carried_old_log_probabilities_count_too() -> None:
+    lost = KEPT.model_copy(update={"dloss_dlogprob": 0.2})
+    routed = outcome("x", 2.4, grad_norm_preclip_carried=2.4, retained=KEPT, retained_carried=lost)
+    one = result(routed)
+    assert (one.verdict, one.old[0].old) == (Verdict.DEGENERATE, "carried")
+    assert one.flags == (Flag.DEGENERATE, Flag.OLD_SENSITIVE)
+
+
 def test_two_baselines_that_differ_are_not_deterministic_and_widen_the_band() -> None:
     beside = Comparison(
         baseline=BASELINE, repeat_norm=8.4, repeat_digest="another", compared=BASELINE
