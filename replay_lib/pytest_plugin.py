@@ -160,10 +160,13 @@ def replay(request: pytest.FixtureRequest, case: Case, _spike_sessions: Sessions
     device = _device_of(request, case)
 
     def run(mitigation: str = "baseline", against: str = "baseline") -> Result:
+        fault: SpikeReplayError | None = None
         try:
             result = _spike_sessions.replay(mitigation, against, device)
         except SpikeReplayError as error:
-            pytest.fail(f"{case.name} / {mitigation}: {error}", pytrace=False)
+            fault = error
+        if fault is not None:  # outside the handler, so that the report tells it once
+            pytest.fail(f"{case.name} / {mitigation}: {fault}", pytrace=False)
         request.node.user_properties.append((PROPERTY, result.model_dump_json()))
         return result
 

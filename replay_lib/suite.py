@@ -8,6 +8,7 @@ from typing import Any
 
 from replay_lib.case import Case, Needs
 from replay_lib.devices import cuda_devices, unmet
+from replay_lib.errors import EngineError, SpikeReplayError
 from replay_lib.patch import Mitigation
 from replay_lib.record.result import Result
 from replay_lib.record.table import plain_table
@@ -18,22 +19,40 @@ NO_CASES = object()
 
 
 class Sessions:
-    """At most one session a device for one case, opened when first needed."""
+    """At most one session a device for one case, opened when first needed.
+
+    A case that cannot be opened is not tried again for its next test. A worker that died in one
+    experiment is replaced: one bad method must not turn all others red.
+    """
 
     def __init__(self, case: Case, options: ReplayOptions) -> None:
         self._case = case
         self._options = options
         self._open: dict[str, OpenCase] = {}
+        self._unopenable: dict[str, SpikeReplayError] = {}
 
     def replay(self, mitigation: str, against: str, device: str) -> Result:
         """The judged result of one experiment on ``device`` (auto, cpu or cuda)."""
         where = _resolved(device)
+        opened = self._opened(where)
+        try:
+            (result,) = opened.results(parse_experiments([mitigation], against, opened.methods))
+        except EngineError:
+            self._open.pop(where).close()
+            raise
+        return result
+
+    def _opened(self, where: str) -> OpenCase:
+        if where in self._unopenable:
+            raise self._unopenable[where]
         if where not in self._open:
             options = dataclasses.replace(self._options, device=where)
-            self._open[where] = OpenCase.open(self._case, options)
-        opened = self._open[where]
-        (result,) = opened.results(parse_experiments([mitigation], against, opened.methods))
-        return result
+            try:
+                self._open[where] = OpenCase.open(self._case, options)
+            except SpikeReplayError as error:
+                self._unopenable[where] = error
+                raise
+        return self._open[where]
 
     def close(self) -> None:
         """End all workers."""

@@ -147,6 +147,7 @@ def _apply_settings(patches: Sequence[Patch], settings: GrpoSettings) -> tuple[G
         current = patch(current)
         if not isinstance(current, GrpoSettings):
             raise PatchError(f"a settings patch must return GrpoSettings, not {_describe(current)}")
+    current.check()  # settings that contradict each other are told before any forward
     before, after = settings.model_dump(), current.model_dump()
     return current, sum(before[k] != after[k] for k in before)
 

@@ -175,7 +175,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     aligned = all(n * x.element_size() % 16 == 0 for n in weight.shape[1:])
     if aligned and x.shape[0] > 0:
         return torch.as_tensor(_GroupedLinear.apply(x, weight, ends))
-    parts = torch.tensor_split(x, ends[:-1].cpu())
+    parts = torch.tensor_split(x, ends[:-1].cpu().long())
     return torch.cat([part @ w.T for part, w in zip(parts, weight, strict=True)])
 
 

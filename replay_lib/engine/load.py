@@ -207,8 +207,10 @@ def _info(
 
 
 def device_name(device: torch.device) -> str:
-    """``cpu`` or the name that the driver gives the GPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    """``cpu``, or ``cuda`` with the name that the driver gives the GPU."""
+    if device.type != "cuda":
+        return "cpu"
+    return f"cuda ({torch.cuda.get_device_name(device)})"
 
 
 def versions() -> dict[str, str]:

@@ -6,6 +6,7 @@ here: a target is only a name.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -19,14 +20,18 @@ _MARKS = ("_target_", "_call_", "_partial_", "_args_", "_name_")
 
 
 def load_model_fields(snapshot: Snapshot) -> dict[str, Any]:
-    """The saved model's fields as plain values.
+    """The model's fields of ``snapshot``; see :func:`read_model_fields`."""
+    return read_model_fields(snapshot.path / layout.RUN_CONFIG)
+
+
+def read_model_fields(path: Path) -> dict[str, Any]:
+    """The model's fields in a ``run_config.yaml`` as plain values.
 
     A dtype becomes its name ("float32", "bfloat16"), a function or class its dotted name, an
     enum its member's name ("flash"), a partial ``{"function", "args", "kwargs"}``, any other
     object a mapping of its fields that keeps ``_target_``. The provider's class stays as the
     string ``_target_``. Raises SnapshotError where the file is no such document.
     """
-    path = snapshot.path / layout.RUN_CONFIG
     why = "a mapping with the model's fields under 'model'"
     text = read_text(path, why)
     try:

@@ -16,7 +16,7 @@ from replay_lib.engine.session import ReplaySession
 from replay_lib.errors import EngineError, UsageError, WeightsError
 
 BASELINE = Experiment.baseline()
-HERE = str(Path(__file__).parent)
+TESTS = str(Path(__file__).parents[1])
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def faulty(plain_path, monkeypatch):
     """Open a session whose worker has one planted fault (see faulty_worker.py)."""
 
     def start(fault: str, **options) -> ReplaySession:
-        monkeypatch.setenv("PYTHONPATH", HERE)
+        monkeypatch.setenv("PYTHONPATH", TESTS)
         monkeypatch.setenv("PLANTED_FAULT", fault)
         return ReplaySession.open(
             plain_path, device="cpu", worker_module="faulty_worker", **options
@@ -74,7 +74,7 @@ def test_out_of_memory_says_what_to_do(faulty):
 
 
 def test_a_worker_that_cannot_start_shows_why(plain_path, monkeypatch):
-    with pytest.raises(EngineError, match="No module named '?no_such_worker"):
+    with pytest.raises(EngineError, match=r"No module named '?no_such_worker"):
         ReplaySession.open(plain_path, device="cpu", worker_module="no_such_worker")
 
 

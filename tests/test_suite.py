@@ -1,0 +1,69 @@
+"""Sessions of a case: opened once, not retried when broken, replaced when a worker died."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fake_engine
+import pytest
+
+from replay_lib import run
+from replay_lib.case import Case
+from replay_lib.errors import EngineError, SnapshotError
+from replay_lib.run import ReplayOptions
+from replay_lib.suite import Sessions
+
+ROOT = Path(__file__).parents[1]
+PLAIN = ROOT / "spike_cases/axrl-plain-step85/snapshot/iter_0000085"
+
+
+class DyingEngine(fake_engine.FakeEngine):
+    """Dies in one method, as a worker out of memory does."""
+
+    def run_many(self, experiments):
+        for experiment in experiments:
+            if "disable" in experiment.name:
+                raise EngineError("the worker ended unexpectedly.")
+            yield from super().run_many([experiment])
+
+
+@pytest.fixture
+def sessions() -> Sessions:
+    return Sessions(Case.from_snapshot(PLAIN), ReplayOptions())
+
+
+def opened(monkeypatch, engine) -> list[Path]:
+    seen: list[Path] = []
+
+    def open_engine(snapshot, options):
+        seen.append(snapshot)
+        return engine(snapshot, options)
+
+    monkeypatch.setattr(run, "open_engine", open_engine)
+    return seen
+
+
+def test_one_session_serves_all_methods(sessions, monkeypatch):
+    seen = opened(monkeypatch, fake_engine.FakeEngine)
+    for name in ("baseline", "disable-routing-replay", "balance-negative-advantages"):
+        sessions.replay(name, "baseline", "cpu")
+    assert len(seen) == 1
+
+
+def test_a_case_that_cannot_be_opened_is_tried_once(sessions, monkeypatch):
+    def broken(snapshot, options):
+        raise SnapshotError("no such thing")
+
+    seen = opened(monkeypatch, broken)
+    for _ in range(3):
+        with pytest.raises(SnapshotError, match="no such thing"):
+            sessions.replay("baseline", "baseline", "cpu")
+    assert len(seen) == 1
+
+
+def test_a_worker_that_died_is_replaced_for_the_next_method(sessions, monkeypatch):
+    seen = opened(monkeypatch, DyingEngine)
+    with pytest.raises(EngineError):
+        sessions.replay("disable-routing-replay", "baseline", "cpu")
+    assert sessions.replay("baseline", "baseline", "cpu").verdict == "reproduced"
+    assert len(seen) == 2
