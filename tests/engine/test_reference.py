@@ -155,8 +155,7 @@ def test_the_partition_matters_where_mean_and_denominator_count_different_things
 
 def test_token_weights_multiply_the_policy_term():
     batch, weights = make_batch(), make_weights()
-    settings = SETTINGS.replace(kl_control_alpha=0.0)
-    arguments = (weights, FIELDS, [batch], settings, [[[0, 1], [2]]])
+    arguments = (weights, FIELDS, [batch], SETTINGS, [[[0, 1], [2]]])
     plain = reference_step(*arguments)
     double = reference_step(*arguments, token_weights=[torch.full((3, 6), 2.0)])
     assert math.isclose(double.grad_norm_preclip, 2 * plain.grad_norm_preclip, rel_tol=1e-12)
