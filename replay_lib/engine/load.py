@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from replay_lib.engine.model_config import ModelConfig, model_config
 from replay_lib.engine.protocol import Fidelity, Frozen, SessionInfo
 from replay_lib.engine.routes import attach
 from replay_lib.engine.step import Loaded
+from replay_lib.engine.versions import versions
 from replay_lib.engine.weights import NOT_MODEL, canonical_names, load_weights, vocab_rows
 from replay_lib.errors import BatchError, UnsupportedModelError, UsageError
 from replay_lib.microbatch import split_ranks
@@ -211,14 +211,3 @@ def device_name(device: torch.device) -> str:
     if device.type != "cuda":
         return "cpu"
     return f"cuda ({torch.cuda.get_device_name(device)})"
-
-
-def versions() -> dict[str, str]:
-    """Versions of what decides a figure's last digits."""
-    found: dict[str, str] = {"torch": torch.__version__}
-    for name in ("megatron-core", "axrl-spike-replay"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed as a package"
-    return found
