@@ -94,13 +94,9 @@ def describe_methods(
 
 
 def method_status(method: Mitigation, results: Sequence[Result]) -> str:
-    """``untried`` without a result; a diagnostic method stays diagnostic whatever it gave.
-
-    A case whose median was invented tells nothing of a method's worth, good or bad.
-    """
+    """``untried`` without a result; a diagnostic method stays diagnostic whatever it gave."""
     if method.diagnostic:
         return Status.DIAGNOSTIC
-    measured = [r for r in results if r.evidence == "measured"]
-    mine = [r for r in measured if [call.slug for call in r.mitigations] == [method.slug]]
+    mine = [r for r in results if [call.slug for call in r.mitigations] == [method.slug]]
     found = {r.status for r in mine}
     return next((str(status) for status in Status if status in found), UNTRIED)

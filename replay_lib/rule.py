@@ -102,17 +102,15 @@ def status_of(
     reduction: float | None = None,
     fidelity: str,
     diagnostic: bool = False,
-    evidence: bool = True,
 ) -> Status:
     """What one result makes of its method.
 
     A degenerate result is negative however far it brings the norm down: it deletes the signal.
-    ``reduction`` is that of the treatment of old log-probabilities which counted. ``evidence`` is
-    false for a case whose median was not measured: nothing is proven by it.
+    ``reduction`` is that of the treatment of old log-probabilities which counted.
     """
     if diagnostic:
         return Status.DIAGNOSTIC
-    if verdict is Verdict.PASS and not flags and fidelity != "reduced" and evidence:
+    if verdict is Verdict.PASS and not flags and fidelity != "reduced":
         return Status.PROVEN
     judged = verdict in (Verdict.PASS, Verdict.PARTIAL, Verdict.INCONCLUSIVE)
     if judged and reduction is not None and reduction >= RECORDING_REDUCTION:

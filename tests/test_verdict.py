@@ -292,7 +292,6 @@ def test_only_a_clean_full_pass_proves() -> None:
     assert status_of(Verdict.PASS, fidelity="folded", reduction=0.7) is Status.PROVEN
     partial: list[dict[str, Any]] = [
         {"fidelity": "reduced"},
-        {"fidelity": "full", "evidence": False},
         {"fidelity": "full", "flags": (Flag.OLD_SENSITIVE,)},
         {"fidelity": "full", "flags": (Flag.UNIT_UNCHECKED,)},
     ]

@@ -150,7 +150,7 @@ def _status_line(alone: Sequence[Result]) -> str:
     order = list(Status)
     statuses = [s for r in alone if (s := r.status) is not None]
     if not statuses:
-        return "Status: none (only combinations were tried)."
+        return "Status: none (no result here says what the method alone is worth)."
     best = min(statuses, key=order.index)
     return f"Status: {best} ({statuses.count(best)} of {len(statuses)} recorded)."
 

@@ -94,8 +94,12 @@ class Result(Frozen):
 
     @property
     def status(self) -> Status | None:
-        """What this result makes of its method; None for a baseline."""
-        if self.is_baseline:
+        """What this result makes of its method; None for a baseline.
+
+        None too where the median was invented: such a case shows that replay and patches work,
+        and tells nothing of a method's worth, good or bad. What is diagnostic stays diagnostic.
+        """
+        if self.is_baseline or (self.evidence == "mechanism" and not self.diagnostic):
             return None
         return status_of(
             self.verdict,
@@ -103,7 +107,6 @@ class Result(Frozen):
             reduction=self.old[0].reduction if self.old else self.reduction,
             fidelity=self.fidelity,
             diagnostic=self.diagnostic,
-            evidence=self.evidence == "measured",
         )
 
     def explain(self) -> str:

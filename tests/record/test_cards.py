@@ -227,15 +227,17 @@ def test_the_last_result_of_an_experiment_counts_and_the_best_status_stands():
 def test_a_combination_is_shown_but_gives_no_status():
     slug = "enable-token-mismatch-tis-max2"
     block = render_block(slug, [make_result(f"{slug}+{SLUG}")])
-    assert block.startswith("Status: none (only combinations were tried).")
+    assert block.startswith("Status: none (no result here says what the method alone is worth).")
     assert f"{slug}+{SLUG}" in block
 
 
 def test_reduced_and_mechanism_results_say_what_they_are_not():
     slug = "enable-token-mismatch-tis-max2"
-    block = render_block(slug, [make_result(fidelity="reduced", evidence="mechanism")])
-    assert "reduced: not full-fidelity" in block
-    assert block.startswith("Status: partial (1 of 1 recorded).")
+    measured = render_block(slug, [make_result(fidelity="reduced")])
+    assert "reduced: not full-fidelity" in measured
+    assert measured.startswith("Status: partial (1 of 1 recorded).")
+    block = render_block(slug, [make_result(evidence="mechanism")])
+    assert block.startswith("Status: none (no result here says what the method alone is worth).")
     assert block.endswith(
         "The median of a-case was not measured: ratio and verdict there show the mechanism, not "
         "the method's worth."
