@@ -20,6 +20,7 @@ from replay_lib.batch import RankBatch
 from replay_lib.detect import SpikeDetector
 from replay_lib.errors import BatchError, SettingsError, SpikeReplayError
 from replay_lib.loss import GrpoSettings, MicroBatchLoss, micro_batch_loss
+from replay_lib.methods import load_methods
 from replay_lib.microbatch import balanced_split
 from replay_lib.packing import pack, unpack
 from replay_lib.routing import expand_routes, placeholder
@@ -62,9 +63,7 @@ class GoldenCase:
 def load(directory: Path) -> list[GoldenCase]:
     """All cases of a directory. One without cases gives a single case that always fails."""
     cases = [case for path in sorted(directory.glob("*.json*")) for case in _load_file(path)]
-    if any(case.kind != "balance" for case in cases):
-        return cases
-    return [*cases, GoldenCase("no-cases", "empty", {"where": str(directory)})]
+    return cases or [GoldenCase("no-cases", "empty", {"where": str(directory)})]
 
 
 def check(case: GoldenCase) -> None:
@@ -298,6 +297,26 @@ def check_split(case: Mapping[str, Any]) -> None:
     assert found == case["micro_batches"], f"found {found}, recorded {case['micro_batches']}"
 
 
+def check_balance(case: Mapping[str, Any]) -> None:
+    """The published code block, which also scales up, bit for bit."""
+    advantage = floats(case["advantage"])
+    ids = torch.zeros(advantage.shape, dtype=torch.int64)
+    mask = torch.tensor(case["loss_mask"], dtype=torch.bool).reshape(ids.shape)
+    batch = RankBatch(
+        dp_rank=0,
+        index=torch.arange(len(ids)),
+        input_ids=ids,
+        labels=ids,
+        loss_mask=mask,
+        attention_mask=torch.ones_like(mask),
+        advantage=advantage,
+    )
+    method = load_methods()["balance-negative-advantages"]
+    (patch,) = method.patches({"eps": case["eps"], "scale_up": True})
+    found, recorded = patch(batch).advantage, floats(case["result"])
+    assert torch.equal(found.view(torch.int32), recorded.view(torch.int32)), "advantage differs"
+
+
 def fail_empty(case: Mapping[str, Any]) -> None:
     """Nothing to compare is a failure."""
     raise AssertionError(f"no golden cases in {case['where']}")
@@ -314,6 +333,7 @@ CHECKS: dict[str, Callable[[Mapping[str, Any]], None]] = {
     "expand": check_expand,
     "pack": check_pack,
     "split": check_split,
+    "balance": check_balance,
     "empty": fail_empty,
     "unknown": fail_unknown,
 }

@@ -18,9 +18,7 @@ from golden_support import GoldenCase
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "golden_case" in metafunc.fixturenames:
         cases = golden_support.load(Path(metafunc.config.getoption("--golden")))
-        # the advantage balance is compared beside its mitigation
-        ours = [case for case in cases if case.kind != "balance"]
-        metafunc.parametrize("golden_case", ours, ids=[case.id for case in ours])
+        metafunc.parametrize("golden_case", cases, ids=[case.id for case in cases])
 
 
 @pytest.mark.golden
