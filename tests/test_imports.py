@@ -22,11 +22,13 @@ ROOMS = [
     "methods",
     "engine",
     "detect noise rule",
+    "recorder",
     "verdict",
     "case",
     "devices",
     "record",
     "run",
+    "zoo",
     "demo listing suite",
     "cli pytest_plugin",
 ]
