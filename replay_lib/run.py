@@ -1,22 +1,26 @@
 """Replay a case under experiments, judge each: what both doors call.
 
 One worker a case, all experiments in it. The baseline is replayed twice in separate requests:
-whether replays repeat bit for bit is seen, never trusted from a flag.
+whether replays repeat bit for bit is seen, never trusted from a flag. The second one goes with the
+first experiments, where it costs a backward of its own on the forward that they share; that
+forward is another than the first baseline's, so both passes are repeated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from replay_lib.case import Case
 from replay_lib.engine.protocol import Engine, Experiment, MitigationCall, Outcome
-from replay_lib.errors import BatchError, PatchError, SettingsError, SpikeReplayError
+from replay_lib.errors import SpikeReplayError
 from replay_lib.methods import find, load_methods
 from replay_lib.patch import Mitigation
+from replay_lib.quiet import REFUSALS, QuietControl
 from replay_lib.record.judge import Comparison, Recorded, Traits, judge_outcome
-from replay_lib.record.result import Result
+from replay_lib.record.result import Result, quiet_faults
 from replay_lib.snapshot.opening import open_snapshot
 
 #: The methods recorded for the published spikes, in the order of their documents.
@@ -49,9 +53,6 @@ class Step:
     done: int
     total: int
 
-
-#: Errors of one experiment; any other ends the session.
-REFUSALS = (PatchError, SettingsError, BatchError)
 
 Tell = Callable[[Step], None]
 
@@ -99,73 +100,118 @@ def parse_experiments(
 
 
 @dataclass
+class _Replays:
+    """A running worker and what it has replayed; nothing is replayed twice by accident."""
+
+    engine: Engine
+    baseline: Outcome
+    repeat: Outcome | None = None
+    kept: dict[tuple[str, str], Outcome] = field(default_factory=dict)
+
+    def ask(self, experiments: Sequence[Experiment]) -> Iterator[Outcome]:
+        """Replay what is not known yet, the second baseline first where it is still due."""
+        wanted = [Experiment(mitigations=e.against) for e in experiments] + list(experiments)
+        missing = {_key(e): e for e in wanted if _key(e) not in self.kept}
+        due = [] if self.repeat is not None else [Experiment.baseline()]
+        asked = [*due, *missing.values()]
+        for outcome in self.engine.run_many(asked) if asked else ():
+            if self.repeat is None:
+                self.repeat = outcome
+            else:
+                self.kept[_key(outcome.experiment)] = outcome
+            yield outcome
+
+    def outcome(self, experiment: Experiment, arriving: Iterator[Outcome]) -> Outcome:
+        """What ``experiment`` gave, waited for if need be."""
+        while _key(experiment) not in self.kept:
+            next(arriving)
+        return self.kept[_key(experiment)]
+
+    def second(self, arriving: Iterator[Outcome]) -> Outcome:
+        """The second baseline, waited for if need be."""
+        while self.repeat is None:
+            next(arriving)
+        return self.repeat
+
+
+@dataclass
 class OpenCase:
-    """A case with its worker; outcomes are kept, so nothing is replayed twice by accident."""
+    """A case and, from its first replay on, its worker.
+
+    The quiet control is replayed before the spike's worker starts: its model is gone by then, and
+    one session serves all methods of a run. A method asked for later ends the spike's worker
+    first, so that a machine never has to hold two models of a case.
+    """
 
     case: Case
     options: ReplayOptions
     recorded: Recorded
     methods: Mapping[str, Mitigation]
-    engine: Engine
-    baseline: Outcome
-    repeat: Outcome
-    _outcomes: dict[tuple[str, str], Outcome] = field(default_factory=dict)
-    _quiet_norms: dict[str, float] = field(default_factory=dict)
+    quiet: QuietControl | None
+    _replays: _Replays | None = None
 
     @classmethod
     def open(
         cls, case: Case, options: ReplayOptions, methods: Mapping[str, Mitigation] | None = None
     ) -> OpenCase:
-        """Start a worker for ``case`` and replay its baseline twice."""
+        """``case`` with its snapshots present; no worker is started yet."""
         case.require()
-        recorded = recorded_of(case.snapshot)
         known = load_methods(options.mitigations) if methods is None else methods
-        engine = open_engine(case.snapshot, options)
+        return cls(case, options, recorded_of(case.snapshot), known, _quiet_of(case, options))
+
+    def start(self) -> None:
+        """Start the worker and replay the baseline, unless that is done."""
+        if self._replays is not None:
+            return
+        engine = open_engine(self.case.snapshot, self.options)
         try:
-            first, again = (_run_one(engine, Experiment.baseline()) for _ in range(2))
+            (first,) = engine.run_many([Experiment.baseline()])
         except BaseException:
             engine.close()
             raise
-        kept = {_key(first.experiment): first}
-        return cls(case, options, recorded, known, engine, first, again, kept)
+        self._replays = _Replays(engine, first, kept={_key(first.experiment): first})
+
+    def measure_quiet(self, experiments: Sequence[Experiment]) -> None:
+        """Side effects of ``experiments`` that are not known yet, in one session of their own."""
+        if self.quiet is not None and self.quiet.missing(experiments):
+            self.close()
+            self.quiet.measure(experiments)
 
     def results(self, experiments: Sequence[Experiment]) -> Iterator[Result]:
         """Judged results in the order of ``experiments``, each as soon as it is known."""
-        self._measure_quiet(experiments)
-        wanted = [Experiment(mitigations=e.against) for e in experiments] + list(experiments)
-        missing = {_key(e): e for e in wanted if _key(e) not in self._outcomes}
-        arriving = self.engine.run_many(list(missing.values())) if missing else iter(())
+        self.measure_quiet(experiments)
+        self.start()
+        assert self._replays is not None
+        arriving = self._replays.ask(experiments)
         for experiment in experiments:
-            yield self._judge(experiment, arriving)
+            yield self._judge(self._replays, experiment, arriving)
 
     def close(self) -> None:
-        """End the worker; safe to call twice."""
-        self.engine.close()
+        """End the worker; safe to call twice. The next replay starts another one."""
+        if self._replays is not None:
+            self._replays.engine.close()
+        self._replays = None
 
-    def _judge(self, experiment: Experiment, arriving: Iterator[Outcome]) -> Result:
-        compared = self._outcome(Experiment(mitigations=experiment.against), arriving)
-        outcome = self._outcome(experiment, arriving)
+    def _judge(
+        self, replays: _Replays, experiment: Experiment, arriving: Iterator[Outcome]
+    ) -> Result:
+        second = replays.second(arriving)
+        compared = replays.outcome(Experiment(mitigations=experiment.against), arriving)
         beside = Comparison(
-            baseline=self.baseline,
-            repeat_norm=self.repeat.grad_norm_preclip,
-            repeat_digest=self.repeat.digest,
+            baseline=replays.baseline,
+            repeat_norm=second.grad_norm_preclip,
+            repeat_digest=second.digest,
             compared=compared,
-            quiet_scale=self._quiet_scale(experiment),
+            side_effect=self.quiet.effect(experiment) if self.quiet else None,
         )
         return judge_outcome(
-            outcome,
+            replays.outcome(experiment, arriving),
             beside=beside,
-            session=self.engine.info,
+            session=replays.engine.info,
             case=self.case,
             recorded=self.recorded,
             traits=self._traits(experiment.mitigations),
         )
-
-    def _outcome(self, experiment: Experiment, arriving: Iterator[Outcome]) -> Outcome:
-        while _key(experiment) not in self._outcomes:
-            outcome = next(arriving)
-            self._outcomes[_key(outcome.experiment)] = outcome
-        return self._outcomes[_key(experiment)]
 
     def _traits(self, calls: Sequence[MitigationCall]) -> Traits:
         used = [find(call.slug, self.methods) for call in calls]
@@ -175,24 +221,13 @@ class OpenCase:
             after_norm=bool(used) and all(m.after_norm for m in used),
         )
 
-    def _measure_quiet(self, experiments: Sequence[Experiment]) -> None:
-        """Norms on the quiet control, for methods that change the unit of the loss."""
-        asked = [Experiment(mitigations=e.mitigations) for e in experiments]
-        asked = [e for e in asked if self._traits(e.mitigations).changes_unit]
-        missing = [e for e in asked if e.name not in self._quiet_norms]
-        if self.case.quiet is None or not missing:
-            return
-        quiet = open_engine(self.case.quiet, self.options)
-        try:
-            for outcome in quiet.run_many([Experiment.baseline(), *missing]):
-                self._quiet_norms[outcome.experiment.name] = outcome.grad_norm_preclip
-        finally:
-            quiet.close()
 
-    def _quiet_scale(self, experiment: Experiment) -> float | None:
-        norm = self._quiet_norms.get(experiment.name)
-        baseline = self._quiet_norms.get("baseline")
-        return norm / baseline if norm is not None and baseline else None
+def _quiet_of(case: Case, options: ReplayOptions) -> QuietControl | None:
+    if case.quiet is None:
+        return None
+    path = case.quiet
+    # open_engine is looked up when it is called: tests put another one in its place
+    return QuietControl(case, partial(recorded_of, path), lambda: open_engine(path, options))
 
 
 @dataclass(frozen=True)
@@ -216,10 +251,14 @@ class Replayed:
 
     @property
     def exit_code(self) -> int:
-        """That of the first refusal, else whether a verdict is worse than expected."""
+        """That of the first refusal, else 1 for a verdict that is worse than expected.
+
+        A quiet control that is none, or that a method cannot be replayed on, counts as one.
+        """
         if self.refused:
             return self.refused[0].error.exit_code
-        return int(any(result.red for result in self.results))
+        red = any(result.red for result in self.results)
+        return int(red or bool(quiet_faults(self.results)))
 
 
 def replay_case(
@@ -230,14 +269,19 @@ def replay_case(
 ) -> Replayed:
     """The baseline's result, then those of ``experiments``, from one session.
 
+    Where the case has a quiet control, ``experiments`` are replayed on that first.
     An experiment that a case cannot take (a column is absent, a setting contradicts) is refused
     alone; the others are replayed.
     """
     asked = [Experiment.baseline(), *(e for e in experiments if e.mitigations)]
-    tell(Step(case.name, "starting the worker, reading the snapshot", 0, len(asked)))
     opened = OpenCase.open(case, options)
     results: list[Result] = []
     try:
+        if opened.quiet is not None and opened.quiet.missing(asked):
+            tell(Step(case.name, "replaying the quiet control", 0, len(asked)))
+            opened.measure_quiet(asked)
+        tell(Step(case.name, "starting the worker, reading the snapshot", 0, len(asked)))
+        opened.start()
         tell(Step(case.name, "replaying", 0, len(asked)))
         for result in opened.results(asked):
             results.append(result)
@@ -265,8 +309,3 @@ def _one_by_one(opened: OpenCase, experiments: Sequence[Experiment]) -> Replayed
 def _key(experiment: Experiment) -> tuple[str, str]:
     """What is replayed, and what its retained shares are relative to."""
     return experiment.name, Experiment(mitigations=experiment.against).name
-
-
-def _run_one(engine: Engine, experiment: Experiment) -> Outcome:
-    (outcome,) = engine.run_many([experiment])
-    return outcome

@@ -36,11 +36,15 @@ class Bound:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One experiment under one treatment of old log-probabilities; norms before clipping."""
+    """One experiment under one treatment of old log-probabilities; norms before clipping.
+
+    ``quiet_scale`` is norm(method) / norm(baseline) on the quiet control; None: not measured.
+    """
 
     norm: float
     compared_norm: float
     retained: Retained | None = None
+    quiet_scale: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +52,6 @@ class Measured:
     """Everything a verdict depends on. Norms are L2 before clipping, the rest as named.
 
     ``same_digest_as`` names the experiment whose gradient came out bit-equal, if any.
-    ``quiet_scale`` is norm(method) / norm(baseline) on the quiet control.
     """
 
     recorded_norm: float | None
@@ -65,7 +68,6 @@ class Measured:
     touched: int = 0
     same_digest_as: str | None = None
     changes_unit: bool = False
-    quiet_scale: float | None = None
     after_norm: bool = False
     target_ratio: float = TARGET_RATIO
     recording_reduction: float = RECORDING_REDUCTION
@@ -79,6 +81,7 @@ class OldFinding:
     norm: float
     ratio: float
     reduction: float | None
+    retained: Retained | None
     verdict: Verdict
 
 
@@ -241,10 +244,10 @@ def _rule_and_flags(m: Measured, band: float) -> Judgement:
         flags.append(Flag.OLD_SENSITIVE)
         told = ", ".join(f"{f.verdict} with {name} ones" for name, f in found.items())
         reason += f"; old log-probabilities decide ({told}), the worse counts"
-    if m.changes_unit and m.quiet_scale is None:
+    if m.changes_unit and worst.variant.quiet_scale is None:
         flags.append(Flag.UNIT_UNCHECKED)
         reason += (
-            "; the method changes the unit of the loss and the case has no quiet control, "
+            "; the method changes the unit of the loss and no quiet control tells by how much, "
             "so ratio_scaled is not known"
         )
     return Judgement(
@@ -254,7 +257,7 @@ def _rule_and_flags(m: Measured, band: float) -> Judgement:
         rule=worst.rule,
         flags=tuple(flags),
         below_detector=_below_detector(m, worst.variant.norm),
-        ratio_scaled=_ratio_scaled(m, worst.variant.norm),
+        ratio_scaled=_ratio_scaled(m, worst.variant),
         old=tuple(_old_finding(m, name, found[name]) for name in order),
     )
 
@@ -268,6 +271,7 @@ def _old_finding(m: Measured, name: str, found: _Finding) -> OldFinding:
         norm=norm,
         ratio=ratio,
         reduction=reduction_of(norm, found.variant.compared_norm),
+        retained=found.variant.retained,
         verdict=found.verdict,
     )
 
@@ -275,9 +279,10 @@ def _old_finding(m: Measured, name: str, found: _Finding) -> OldFinding:
 def _weigh(m: Measured, variant: Variant, band: float) -> _Finding:
     """Rule, noise and retained shares for one variant; a changed unit is judged both ways."""
     finding = _weigh_norm(m, variant, variant.norm, band, "")
-    if m.changes_unit and m.quiet_scale is not None:
-        scaled = variant.norm / m.quiet_scale if m.quiet_scale > 0 else math.inf
-        label = f"in the unit of the quiet control (x {m.quiet_scale:.4g}) "
+    scale = variant.quiet_scale
+    if m.changes_unit and scale is not None:
+        scaled = variant.norm / scale if scale > 0 else math.inf
+        label = f"in the unit of the quiet control (x {scale:.4g}) "
         other = _weigh_norm(m, variant, scaled, band, label)
         finding = max(finding, other, key=lambda f: f.verdict.rank)
     return finding
@@ -355,7 +360,8 @@ def _below_detector(m: Measured, norm: float) -> bool | None:
     return not is_spike(norm, m.median_norm, m.spike_ratio)
 
 
-def _ratio_scaled(m: Measured, norm: float) -> float | None:
-    if not m.changes_unit or m.quiet_scale is None or not m.quiet_scale > 0:
+def _ratio_scaled(m: Measured, variant: Variant) -> float | None:
+    scale = variant.quiet_scale
+    if not m.changes_unit or scale is None or not scale > 0:
         return None
-    return ratio_of(norm / m.quiet_scale, m.median_norm)
+    return ratio_of(variant.norm / scale, m.median_norm)

@@ -1,10 +1,11 @@
-"""An engine without a model: norms by the experiment's name, and a log of what was opened.
+"""An engine without a model: norms by the experiment's name, and a log of what is opened and asked.
 
 For tests of what is above the engine. ``install`` puts it in the place of the built-in one.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,20 @@ LOG = "FAKE_ENGINE_LOG"
 #: Anything that is not named here takes the norm to 1.2 x the median.
 NORMS = {"baseline": RECORDED, "disable-routing-replay": 8.0, "balance-negative-advantages": 5.0}
 REFUSED = "replay-r3-on-loss-tokens-only"
+#: On a quiet control, which is known by its directory's name; anything else leaves its norm.
+QUIET_NORMS = {"baseline": 2.0, "disable-routing-replay": 2.1, "balance-negative-advantages": 0.5}
+
+
+def quiet_snapshot(directory: Path, snapshot: Path, norm: float = QUIET_NORMS["baseline"]) -> Path:
+    """The same files as ``snapshot``'s, as those of a step whose norm was ``norm``."""
+    directory.mkdir(parents=True)
+    for file in snapshot.iterdir():
+        (directory / file.name).symlink_to(file)
+    metadata = directory / "axrl_metadata.json"
+    stated = json.loads(metadata.read_text()) | {"grad_norm": norm}
+    metadata.unlink()  # the link
+    metadata.write_text(json.dumps(stated))
+    return directory
 
 
 class FakeEngine:
@@ -49,9 +64,11 @@ class FakeEngine:
         """Outcomes by name; one method is refused, as a batch without a column would do."""
         if any(REFUSED in e.name for e in experiments) and "refuse" in os.environ.get(LOG, ""):
             raise BatchError("batch of dp rank 0: column 'loss_mask' is absent")
+        _log(f"ask {' '.join(e.name for e in experiments)}")
+        quiet = "quiet" in self.snapshot.name
         for experiment in experiments:
             _log(f"run {experiment.name}")
-            yield outcome(experiment)
+            yield outcome(experiment, quiet=quiet)
 
     def close(self) -> None:
         """Log the end."""
@@ -60,9 +77,11 @@ class FakeEngine:
         self.closed = True
 
 
-def outcome(experiment: Experiment) -> Outcome:
+def outcome(experiment: Experiment, quiet: bool = False) -> Outcome:
     """What the fake gives for ``experiment``."""
     norm = NORMS.get(experiment.name, 2.5)
+    if quiet:
+        norm = QUIET_NORMS.get(experiment.name, QUIET_NORMS["baseline"])
     patched = bool(experiment.mitigations)
     return Outcome(
         experiment=experiment,

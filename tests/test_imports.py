@@ -27,6 +27,7 @@ ROOMS = [
     "case",
     "devices",
     "record",
+    "quiet",
     "run",
     "zoo",
     "demo listing suite",

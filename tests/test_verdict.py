@@ -239,19 +239,35 @@ def test_an_answer_after_the_norm_is_not_applicable() -> None:
     assert judge(clipped).verdict is Verdict.NOT_APPLICABLE
 
 
+def in_another_unit(norm: float) -> Measured:
+    """A method that takes the quiet control's norm to a tenth."""
+    return but(
+        stored=dataclasses.replace(GOOD.stored, norm=norm, quiet_scale=0.1), changes_unit=True
+    )
+
+
 def test_a_changed_unit_is_also_judged_in_the_quiet_controls_unit() -> None:
     # a tenth of the loss scale: nothing was cured
-    shrunk = judge(with_norm(0.8, changes_unit=True, quiet_scale=0.1))
+    shrunk = judge(in_another_unit(0.8))
     assert shrunk.ratio_scaled == pytest.approx(4.0)
     assert shrunk.verdict is Verdict.FAIL
-    cured = judge(with_norm(0.24, changes_unit=True, quiet_scale=0.1))
+    cured = judge(in_another_unit(0.24))
     assert (cured.ratio_scaled, cured.verdict) == (pytest.approx(1.2), Verdict.PASS)
 
 
 def test_a_changed_unit_without_a_quiet_control_says_so() -> None:
     judgement = judge(with_norm(0.8, changes_unit=True))
     assert judgement.flags == (Flag.UNIT_UNCHECKED,)
-    assert judgement.reason.endswith("no quiet control, so ratio_scaled is not known")
+    assert judgement.reason.endswith(
+        "no quiet control tells by how much, so ratio_scaled is not known"
+    )
+
+
+def test_each_treatment_of_old_log_probabilities_has_its_own_scale() -> None:
+    carried = Variant(norm=0.6, compared_norm=8.0, retained=ALL_KEPT, quiet_scale=0.5)
+    judgement = judge(dataclasses.replace(in_another_unit(0.24), carried=carried))
+    assert judgement.ratio_scaled == pytest.approx(1.2)  # 0.24 / 0.1 and 0.6 / 0.5 over 2
+    assert judgement.verdict is Verdict.PASS
 
 
 def test_the_baseline_is_reproduced_or_a_gate_says_why_not() -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from replay_lib.case import Case
 from replay_lib.engine.protocol import Experiment, MitigationCall, Outcome, SessionInfo
 from replay_lib.noise import noise_of
-from replay_lib.record.result import OldResult, Result
-from replay_lib.rule import ratio_of, reduction_of, relative_difference
+from replay_lib.record.result import OldResult, Result, SideEffect
+from replay_lib.rule import Verdict, ratio_of, reduction_of, relative_difference
 from replay_lib.verdict import Judgement, Measured, Variant, judge
 
 
@@ -43,14 +43,15 @@ class Comparison:
     """The replays that one outcome is judged beside.
 
     ``baseline`` was replayed twice in the session; ``repeat_norm`` and ``repeat_digest`` are the
-    second one's. ``compared`` is the outcome of the experiment named by ``against``.
+    second one's. ``compared`` is the outcome of the experiment named by ``against``,
+    ``side_effect`` what this experiment does to the quiet control.
     """
 
     baseline: Outcome
     repeat_norm: float
     repeat_digest: str
     compared: Outcome
-    quiet_scale: float | None = None
+    side_effect: SideEffect | None = None
 
     @property
     def deterministic(self) -> bool:
@@ -116,6 +117,7 @@ def judge_outcome(
         relative_difference=relative_difference(beside.baseline.grad_norm_preclip, recorded.norm),
         repeat_spread=beside.repeat_spread,
         ratio_scaled=judgement.ratio_scaled,
+        side_effect=beside.side_effect,
         postclip_norm=_postclip(norm, recorded.clip_grad) if traits.after_norm else None,
         nonfinite=outcome.nonfinite,
         diagnostic=traits.diagnostic,
@@ -127,6 +129,53 @@ def judge_outcome(
         notes=session.notes,
         timestamp=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
+
+
+def judge_quiet(
+    outcome: Outcome,
+    *,
+    baseline: Outcome,
+    session: SessionInfo,
+    case: Case,
+    recorded: Recorded,
+) -> SideEffect:
+    """What one experiment does to the quiet control, and the verdict there.
+
+    ``outcome`` and ``baseline`` are replays of the quiet control in ``session``, ``recorded`` what
+    that snapshot states. The quiet control is judged by the case's own target and tolerance.
+    """
+    norm, quiet = outcome.grad_norm_preclip, baseline.grad_norm_preclip
+    beside = Comparison(
+        baseline=baseline, repeat_norm=quiet, repeat_digest=baseline.digest, compared=baseline
+    )
+    judgement = judge(
+        _measured(
+            outcome, beside=beside, session=session, case=case, recorded=recorded, traits=Traits()
+        )
+    )
+    carried = outcome.grad_norm_preclip_carried
+    return SideEffect(
+        quiet_norm=norm,
+        quiet_baseline_norm=quiet,
+        change=_change(norm, quiet),
+        verdict=judgement.verdict,
+        reason=_quiet_reason(judgement, ratio_of(quiet, recorded.median), case),
+        quiet_norm_carried=carried,
+        change_carried=None if carried is None else _change(carried, quiet),
+    )
+
+
+def _change(norm: float, baseline: float) -> float | None:
+    ratio = ratio_of(norm, baseline)
+    return None if ratio is None else ratio - 1.0
+
+
+def _quiet_reason(judgement: Judgement, ratio: float | None, case: Case) -> str:
+    """A gate's own reason; behind the gates the baseline alone counts, whatever the method did."""
+    if judgement.verdict.rank >= Verdict.NOT_A_SPIKE.rank:
+        return judgement.reason
+    target = case.thresholds.target_ratio.value
+    return f"its baseline is {ratio:.3f} x the median, above the target {target:g}"
 
 
 def _measured(
@@ -150,28 +199,30 @@ def _measured(
             norm=outcome.grad_norm_preclip,
             compared_norm=beside.compared.grad_norm_preclip,
             retained=outcome.retained,
+            quiet_scale=beside.side_effect.scale("stored") if beside.side_effect else None,
         ),
-        carried=_carried(outcome, beside.compared),
+        carried=_carried(outcome, beside),
         is_baseline=not outcome.experiment.mitigations,
         nonfinite=outcome.nonfinite,
         touched=sum(outcome.touched.values()),
         same_digest_as=_same_digest(outcome, beside),
         changes_unit=traits.changes_unit,
-        quiet_scale=beside.quiet_scale,
         after_norm=traits.after_norm,
         target_ratio=case.thresholds.target_ratio.value,
         recording_reduction=case.thresholds.recording_reduction.value,
     )
 
 
-def _carried(outcome: Outcome, compared: Outcome) -> Variant | None:
+def _carried(outcome: Outcome, beside: Comparison) -> Variant | None:
     if outcome.grad_norm_preclip_carried is None:
         return None
+    compared, effect = beside.compared, beside.side_effect
     other = compared.grad_norm_preclip_carried
     return Variant(
         norm=outcome.grad_norm_preclip_carried,
         compared_norm=compared.grad_norm_preclip if other is None else other,
         retained=outcome.retained_carried,
+        quiet_scale=effect.scale("carried") if effect else None,
     )
 
 
@@ -189,6 +240,7 @@ def _old(judgement: Judgement) -> tuple[OldResult, ...]:
             grad_norm_preclip=found.norm,
             ratio=found.ratio,
             reduction=found.reduction,
+            retained=found.retained,
             verdict=found.verdict,
         )
         for found in judgement.old

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import Field
@@ -18,11 +19,71 @@ class OldResult(Frozen):
     grad_norm_preclip: float
     ratio: float
     reduction: float | None
+    retained: Retained | None = None
     verdict: Verdict
+
+
+class SideEffect(Frozen):
+    """What a method does to the quiet control, an ordinary step of the same run.
+
+    Norms are L2 before clipping; ``change`` is quiet norm / quiet baseline norm - 1, signed. The
+    ``_carried`` pair is with carried old log-probabilities, where the method changes the forward.
+    ``verdict`` is the one on the quiet step: everything but ``not_a_spike`` is a fault, and so is
+    None, where the method could not be replayed there; ``reason`` tells either.
+    """
+
+    quiet_norm: float | None = None
+    quiet_baseline_norm: float | None = None
+    change: float | None = None
+    verdict: Verdict | None = None
+    reason: str
+    quiet_norm_carried: float | None = None
+    change_carried: float | None = None
+
+    @property
+    def largest_change(self) -> float | None:
+        """The larger one in size of both changes."""
+        known = [c for c in (self.change, self.change_carried) if c is not None]
+        return max(known, key=abs, default=None)
+
+    @property
+    def fault(self) -> str | None:
+        """What is wrong with the quiet control, or with the method on it; None if nothing is."""
+        if self.verdict is Verdict.NOT_A_SPIKE:
+            return None
+        if self.verdict is None:
+            return f"it could not be replayed on the quiet control: {self.reason}"
+        if self.verdict is Verdict.NOT_REPRODUCED:
+            return f"the quiet control is not reproduced: {self.reason}"
+        if self.verdict.rank < Verdict.NOT_A_SPIKE.rank:
+            return f"the quiet control is itself a spike: {self.reason}"
+        return f"the quiet control is {self.verdict}: {self.reason}"
+
+    @property
+    def red(self) -> bool:
+        """What fails a test and a command."""
+        return self.fault is not None
+
+    def scale(self, old: Literal["stored", "carried"]) -> float | None:
+        """Quiet norm / quiet baseline norm; None where the quiet control tells nothing."""
+        change = self.change_carried if old == "carried" else self.change
+        change = self.change if change is None else change
+        return None if change is None or self.red else 1.0 + change
+
+    def explain(self) -> str:
+        """One line: the fault, or by how much the method moves the quiet step's norm."""
+        if self.fault is not None:
+            return self.fault
+        told = f"{self.change:+.1%}" if self.change is not None else "not measured"
+        if self.change_carried is not None:
+            told += f" ({self.change_carried:+.1%} with carried old log-probabilities)"
+        return f"the quiet control's norm changes by {told}"
 
 
 class Result(Frozen):
     """One experiment of one case, judged.
+
+    ``side_effect`` is what the method does to the case's quiet control, None without one.
 
     Norms are L2 over all parameters before clipping. ``grad_norm_preclip``, ``ratio``,
     ``compared_norm`` and ``reduction`` are those with stored old log-probabilities; ``old`` has
@@ -59,6 +120,7 @@ class Result(Frozen):
     relative_difference: float | None
     repeat_spread: float | None = None
     ratio_scaled: float | None = None
+    side_effect: SideEffect | None = None
     postclip_norm: float | None = None
     nonfinite: tuple[str, ...] = ()
     diagnostic: bool = False
@@ -93,6 +155,15 @@ class Result(Frozen):
         return self.comparison == "worse"
 
     @property
+    def quiet_fault(self) -> str | None:
+        """What is wrong on the quiet control, with the case or the method it concerns; or None."""
+        if self.side_effect is None or self.side_effect.fault is None:
+            return None
+        by_method = self.side_effect.verdict in (None, Verdict.NON_FINITE)
+        who = f"{self.case} / {self.experiment}" if by_method else self.case
+        return f"{who}: {self.side_effect.fault}"
+
+    @property
     def status(self) -> Status | None:
         """What this result makes of its method; None for a baseline.
 
@@ -122,4 +193,10 @@ class Result(Frozen):
         Numbers that are not finite are the strings "NaN", "Infinity" and "-Infinity".
         """
         plain: dict[str, Any] = json.loads(self.model_dump_json())
-        return plain | {"comparison": self.comparison, "status": self.status, "red": self.red}
+        derived = {"comparison": self.comparison, "status": self.status, "red": self.red}
+        return plain | derived | {"quiet_fault": self.quiet_fault}
+
+
+def quiet_faults(results: Iterable[Result]) -> list[str]:
+    """Every fault of a quiet control, each once."""
+    return list(dict.fromkeys(r.quiet_fault for r in results if r.quiet_fault is not None))

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from replay_lib.errors import UsageError, fault
 from replay_lib.record.result import Result
 
-_DERIVED = ("comparison", "status", "red")
+_DERIVED = ("comparison", "status", "red", "quiet_fault")
 LOCK_SECONDS = 60  # an append takes milliseconds; a minute of waiting means a stuck writer
 
 
