@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +25,17 @@ DETERMINISTIC_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 class Rows:
     """Where the rows of a packed micro-batch lie.
 
-    ``starts`` are B + 1 offsets into the N packed tokens, the tail belonging to the last row.
-    ``gather [B * S]`` maps padded to packed positions, ``scatter [N]`` packed to padded ones; both
-    are None where rows are taken one by one.
+    ``starts`` are B + 1 offsets into the N packed tokens, the tail belonging to the last row;
+    ``even`` says that all rows are equally long. Else ``gather [B * S]`` maps padded to packed
+    positions, ``scatter [N]`` packed to padded ones, and ``real [B * S, 1, 1]`` is 1 on positions
+    that are not padding; all are None where rows are taken one by one.
     """
 
     starts: tuple[int, ...]
-    gather: Tensor | None
-    scatter: Tensor | None
+    even: bool
+    gather: Tensor | None = None
+    scatter: Tensor | None = None
+    real: Tensor | None = None
 
     @property
     def longest(self) -> int:
@@ -43,30 +47,73 @@ def rows_of(starts: list[int], device: torch.device) -> Rows:
     """Index tensors for rows that start at ``starts`` (B + 1 offsets)."""
     lengths = [b - a for a, b in pairwise(starts)]
     longest, rows = max(lengths), len(lengths)
-    if rows * longest > 2 * starts[-1]:
-        return Rows(starts=tuple(starts), gather=None, scatter=None)
+    even = rows * longest == starts[-1]
+    if even or rows * longest > 2 * starts[-1]:
+        return Rows(starts=tuple(starts), even=even)
     first = torch.tensor(starts[:-1]).unsqueeze(1)
     last = torch.tensor(starts[1:]).unsqueeze(1) - 1
     gather = torch.minimum(first + torch.arange(longest), last).reshape(-1)
     scatter = torch.cat([torch.arange(n) + row * longest for row, n in enumerate(lengths)])
-    return Rows(starts=tuple(starts), gather=gather.to(device), scatter=scatter.to(device))
+    real = torch.zeros(rows * longest, 1, 1).index_fill_(0, scatter, 1.0)
+    return Rows(
+        starts=tuple(starts),
+        even=False,
+        gather=gather.to(device),
+        scatter=scatter.to(device),
+        real=real.to(device),
+    )
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float) -> Tensor:
     """Attend ``query [N, A, D]`` to ``key, value [N, G, D]`` inside each row; ``[N, A, D]``."""
     repeat = query.shape[1] // key.shape[1]
-    if rows.gather is None or rows.scatter is None:
+    if rows.even:
+        q, k, v = (x.view(-1, rows.longest, *x.shape[1:]) for x in (query, key, value))
+        return _causal(q, k, v, repeat, scale).flatten(0, 1)
+    if rows.gather is None:
         parts = [
             _causal(query[None, a:b], key[None, a:b], value[None, a:b], repeat, scale)[0]
             for a, b in pairwise(rows.starts)
         ]
         return torch.cat(parts)
     q, k, v = (
-        x.index_select(0, rows.gather).view(-1, rows.longest, *x.shape[1:])
-        for x in (query, key, value)
+        _Pad.apply(x, rows).view(-1, rows.longest, *x.shape[1:]) for x in (query, key, value)
     )
     out = _causal(q, k, v, repeat, scale)
-    return out.flatten(0, 1).index_select(0, rows.scatter)
+    return torch.as_tensor(_Unpad.apply(out.flatten(0, 1), rows))
+
+
+class _Pad(torch.autograd.Function):
+    """Packed to padded. No gradient comes from padding, so the way back is a plain gather.
+
+    (A padded query's output is dropped, and no real query looks at a key behind it. The gradient
+    of ``index_select`` would add up instead, which is slow where it has to be deterministic.)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
+        ctx.rows = rows
+        assert rows.gather is not None
+        return x.index_select(0, rows.gather)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].index_select(0, ctx.rows.scatter), None
+
+
+class _Unpad(torch.autograd.Function):
+    """Padded to packed; padding gets gradient 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
+        ctx.rows = rows
+        assert rows.scatter is not None
+        return x.index_select(0, rows.scatter)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        back = grads[0].index_select(0, ctx.rows.gather)
+        return back * ctx.rows.real.to(back.dtype), None
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, repeat: int, scale: float) -> Tensor:

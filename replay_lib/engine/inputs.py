@@ -51,6 +51,7 @@ class MicroBatch:
     place: Tensor  # int64 [B * T], position of each token among the packed ones (0 off the mask)
     starts: Tensor  # int32 [B + 1] on the CPU, where rows start; the tail belongs to the last one
     layout: Rows
+    experts: Tensor | None  # int16 [L, N, K], saved experts of the MoE layers
 
     @property
     def size(self) -> int:
@@ -117,13 +118,14 @@ def micro_batches(ranks: Sequence[RankInput], device: torch.device) -> list[Micr
     out: list[MicroBatch] = []
     for position, rank in enumerate(ranks):
         for rows in rank.split:
-            out.append(_micro_batch(position, rank.batch, rows, device))
+            out.append(_micro_batch(position, rank, rows, device))
     return out
 
 
 def _micro_batch(
-    position: int, batch: RankBatch, rows: tuple[int, ...], device: torch.device
+    position: int, rank: RankInput, rows: tuple[int, ...], device: torch.device
 ) -> MicroBatch:
+    batch = rank.batch
     mask = batch.attention_mask[list(rows)]
     packed = pack(batch.input_ids[list(rows)], mask, align=ALIGN)
     labels = pack(batch.labels[list(rows)], mask, align=ALIGN)
@@ -136,6 +138,7 @@ def _micro_batch(
         place=_places(mask, packed).to(device),
         starts=packed.cu_seqlens,
         layout=rows_of([int(x) for x in packed.cu_seqlens.tolist()], device),
+        experts=_packed_experts(rank, rows, device),
     )
 
 
@@ -150,27 +153,29 @@ def packed_routes(rank: RankInput, forced_BTL: Tensor | None, micro: MicroBatch)
     Padding behind the last row is forced to the placeholder 0..K-1, as the trainer does, in each
     layer that forces every real token; elsewhere it routes itself.
     """
-    if rank.routes_BTLK is None or forced_BTL is None or not bool(forced_BTL.any()):
+    if micro.experts is None or forced_BTL is None or not bool(forced_BTL.any()):
         return None
     rows = list(micro.rows)
-    mask = rank.batch.attention_mask[rows]
-    experts = pack(rank.routes_BTLK[rows], mask, align=ALIGN)
-    values = experts.values.long()
-    forced = pack(forced_BTL[rows], mask, align=ALIGN).values
-    real = int(mask.sum())
-    values, forced = _fill_tail(values, forced, experts.cu_seqlens, mask)
-    assert values.shape[0] == micro.size and real <= micro.size
-    device = micro.tokens.device
+    forced = pack(forced_BTL[rows], rank.batch.attention_mask[rows], align=ALIGN)
+    values = forced.values
+    tail = _tail(forced)
+    values[tail:] = values[:tail].all(dim=0)
     return PackedRoutes(
-        experts=values.permute(1, 0, 2).contiguous().to(device),
-        forced=forced.permute(1, 0).contiguous().to(device),
+        experts=micro.experts,
+        forced=values.permute(1, 0).contiguous().to(micro.tokens.device),
     )
 
 
-def _fill_tail(
-    values: Tensor, forced: Tensor, starts: Tensor, mask: Tensor
-) -> tuple[Tensor, Tensor]:
-    tail = int(starts[-2]) + int(mask[-1].sum())
-    values[tail:] = torch.arange(values.shape[-1])
-    forced[tail:] = forced[:tail].all(dim=0)
-    return values, forced
+def _packed_experts(rank: RankInput, rows: Sequence[int], device: torch.device) -> Tensor | None:
+    """Saved experts ``[L, N, K]`` of a micro-batch: the same whatever is forced."""
+    if rank.routes_BTLK is None:
+        return None
+    packed = pack(rank.routes_BTLK[list(rows)], rank.batch.attention_mask[list(rows)], align=ALIGN)
+    values = packed.values
+    values[_tail(packed) :] = torch.arange(values.shape[-1], dtype=values.dtype)
+    return values.permute(1, 0, 2).contiguous().to(device)
+
+
+def _tail(packed: Packed) -> int:
+    """Where the padding behind the last row begins."""
+    return int(packed.cu_seqlens[-2]) + packed.lengths[-1]

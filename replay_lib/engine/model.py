@@ -75,6 +75,7 @@ def build_model(
     """
     from megatron.core.models.gpt import GPTModel
 
+    from replay_lib.engine.dispatch import LocalDispatcher
     from replay_lib.engine.layers import block_spec
 
     transformer = transformer_config(config, replay=replay)
@@ -88,14 +89,17 @@ def build_model(
     )
     module.to(device)
     module.train()
+    moe_layers = [
+        layer.mlp
+        for layer, moe in zip(module.decoder.layers, config.moe_layers, strict=True)
+        if moe
+    ]
+    for layer in moe_layers:
+        layer.token_dispatcher = LocalDispatcher(int(transformer.moe_router_topk))
     return LiveModel(
         module=module,
         config=transformer,
-        routers=[
-            layer.mlp.router
-            for layer, moe in zip(module.decoder.layers, config.moe_layers, strict=True)
-            if moe
-        ],
+        routers=[layer.router for layer in moe_layers],
         moe_layers=config.moe_layers,
         device=device,
         topk=int(transformer.moe_router_topk),

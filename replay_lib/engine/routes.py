@@ -54,7 +54,7 @@ class TokenRouterReplay(RouterReplay):
 
 @dataclass(frozen=True)
 class PackedRoutes:
-    """What the routers are asked for: ``experts int64 [L, N, K]``, ``forced bool [L, N]``."""
+    """What the routers are asked for: ``experts int16 [L, N, K]``, ``forced bool [L, N]``."""
 
     experts: Tensor
     forced: Tensor
@@ -86,7 +86,7 @@ def replaying(model: LiveModel, routes: PackedRoutes | None) -> Iterator[None]:
     try:
         for layer, router in enumerate(model.routers):
             replay: TokenRouterReplay = router.router_replay
-            replay.set_target_indices(routes.experts[layer])
+            replay.set_target_indices(routes.experts[layer].long())
             replay.token_mask = routes.forced[layer]
             replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
             handles.append(router.register_forward_hook(watch.hook(layer)))
@@ -112,7 +112,7 @@ class _Watch:
     def hook(self, layer: int) -> Callable[..., None]:
         def compare(_module: Any, _inputs: Any, output: tuple[Tensor, Tensor]) -> None:
             taken: Tensor = output[1].bool()
-            asked = torch.zeros_like(taken).scatter_(1, self.routes.experts[layer], True)
+            asked = torch.zeros_like(taken).scatter_(1, self.routes.experts[layer].long(), True)
             # A finite capacity drops experts that were asked for, but never adds another one.
             wrong = (taken & ~asked) if self.drops else (taken != asked)
             self.missed[layer] = (wrong.any(dim=1) & self.routes.forced[layer]).sum()
@@ -121,7 +121,8 @@ class _Watch:
 
     def check(self, layers: int) -> None:
         silent = sorted(set(range(layers)) - set(self.missed))
-        wrong = {layer: int(n) for layer, n in self.missed.items() if int(n) > 0}
+        counts = torch.stack(list(self.missed.values())).tolist() if self.missed else []
+        wrong = {layer: n for layer, n in zip(self.missed, counts, strict=True) if n > 0}
         if silent or wrong:
             raise EngineError(
                 "the routers did not use the saved experts: "

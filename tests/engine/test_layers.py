@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from replay_lib.engine.attention import packed_attention, rows_of
+from replay_lib.engine.dispatch import LocalDispatcher
 from replay_lib.engine.layers import grouped_linear
 
 CPU = torch.device("cpu")
@@ -26,7 +27,9 @@ def naive(query, key, value, starts, scale):
 
 
 @pytest.mark.parametrize(
-    "starts", [[0, 5, 8, 20], [0, 1, 2, 3, 60], [0, 12]], ids=["padded", "row-by-row", "one-row"]
+    "starts",
+    [[0, 5, 8, 20], [0, 1, 2, 3, 60], [0, 12], [0, 6, 12]],
+    ids=["padded", "row-by-row", "one-row", "even-rows"],
 )
 def test_packed_attention_is_causal_inside_each_row(starts):
     torch.manual_seed(0)
@@ -43,9 +46,43 @@ def test_packed_attention_is_causal_inside_each_row(starts):
     torch.testing.assert_close(grads, wanted)
 
 
-def test_the_two_ways_to_pack_are_both_used():
+def test_the_three_ways_to_pack_are_all_used():
     assert rows_of([0, 5, 8, 20], CPU).gather is not None
-    assert rows_of([0, 1, 2, 3, 60], CPU).gather is None
+    assert rows_of([0, 6, 12], CPU).even
+    by_row = rows_of([0, 1, 2, 3, 60], CPU)
+    assert by_row.gather is None and not by_row.even
+
+
+@pytest.mark.parametrize("dropped", [False, True], ids=["all-sent", "one-dropped"])
+def test_tokens_come_back_weighted_from_their_own_experts(dropped):
+    torch.manual_seed(0)
+    tokens, experts, topk, hidden = 6, 4, 2, 3
+    chosen = torch.rand(tokens, experts).topk(topk).indices
+    routing = torch.zeros(tokens, experts).scatter(1, chosen, 1).bool()
+    if dropped:
+        routing[0, chosen[0, 0]] = False  # as a finite capacity does
+    weights = torch.rand(tokens, experts, dtype=torch.float64) * routing
+    x = torch.randn(tokens, 1, hidden, dtype=torch.float64, requires_grad=True)
+    probs = weights.clone().requires_grad_()
+    factor = torch.arange(1.0, experts + 1, dtype=torch.float64)
+
+    dispatcher = LocalDispatcher(topk)
+    flat, p = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x, routing, probs))
+    sent, counts, sent_probs = dispatcher.dispatch_postprocess(flat, p)
+    assert int(counts.sum()) == tokens * topk
+    expert = torch.repeat_interleave(torch.arange(experts), counts)
+    out = sent * factor[expert, None] * sent_probs[:, None]
+    back = dispatcher.token_combine(dispatcher.combine_preprocess(out))
+    back = dispatcher.combine_postprocess(back)
+
+    expected = x * (probs * factor).sum(dim=1)[:, None, None]
+    torch.testing.assert_close(back, expected)
+    up = torch.randn_like(back)
+    grads = torch.autograd.grad((back * up).sum(), (x, probs))
+    wanted = torch.autograd.grad((expected * up).sum(), (x, probs))
+    torch.testing.assert_close(grads[0], wanted[0])
+    # only experts that a token went to give its probabilities a gradient
+    torch.testing.assert_close(grads[1] * routing, wanted[1] * routing)
 
 
 @pytest.mark.parametrize(("outer", "inner"), [(8, 4), (5, 3)], ids=["grouped", "one-by-one"])
