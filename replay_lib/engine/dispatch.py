@@ -13,13 +13,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
 
-class LocalDispatcher:
-    """The part of Megatron's ``MoETokenDispatcher`` that a MoE layer calls, for one rank."""
+class LocalDispatcher(MoETokenDispatcher):
+    """Megatron's dispatcher for the case that it has no class for: every expert is here."""
 
     def __init__(self, topk: int) -> None:
+        # The base class only takes note of process groups, and there is nobody to talk to.
         self.topk = topk
         self.shape: torch.Size | None = None
         self.order = self.inverse = self.chosen = self.counts = torch.empty(0)
