@@ -12,6 +12,7 @@ from pathlib import Path
 SNAPSHOT_ROOT = "spike_snapshots"
 PRESERVED_ROOT = "spike_snapshots-active"
 QUIET_ROOT = "quiet_snapshots"  # this library's recorder alone writes it
+OTHER_ROOT = "other_snapshots"  # and the zoo: steps with a known fault that are no spikes
 
 AXRL_METADATA = "axrl_metadata.json"
 MEGATRON_METADATA = "metadata.json"  # legacy snapshots hold AXRL's metadata under this name

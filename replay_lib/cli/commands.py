@@ -19,6 +19,7 @@ from replay_lib.cli.output import (
     stdout,
 )
 from replay_lib.cli.views import methods_table, print_replayed, replayed_document, snapshot_values
+from replay_lib.cli.zoo import zoo
 from replay_lib.demo import RESULTS, run_demo
 from replay_lib.errors import SpikeReplayError, UsageError
 from replay_lib.exit_codes import ExitCode
@@ -44,6 +45,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(zoo, name="zoo")
 
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")

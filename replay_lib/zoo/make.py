@@ -1,0 +1,115 @@
+"""Ask for spikes from outside: starts the process that trains, and reads its answer. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from replay_lib.errors import EngineError, UsageError, fault
+from replay_lib.zoo.kinds import find_kind
+from replay_lib.zoo.recipe import Recipe
+
+#: Where base runs are kept unless asked otherwise.
+CACHE = Path("out/zoo-cache")
+
+Tell = Callable[[str], None]
+
+
+def _silent(_: str) -> None:
+    return None
+
+
+def make_spike(
+    kind: str,
+    *,
+    seed: int,
+    out: Path,
+    cache: Path = CACHE,
+    recipe: Recipe | None = None,
+    tell: Tell = _silent,
+) -> dict[str, Any]:
+    """Train, arrange ``kind`` and record it under the new directory ``out``; returns the report.
+
+    The report's ``event`` is ``spike`` where the detector saw one; ``snapshot`` and ``quiet`` are
+    relative to ``out``. The same seed gives the same norm on the same platform.
+    """
+    (report,) = make_spikes({kind: out}, seed=seed, cache=cache, recipe=recipe, tell=tell)
+    return report
+
+
+def make_spikes(
+    kinds: Mapping[str, Path],
+    *,
+    seed: int,
+    cache: Path = CACHE,
+    recipe: Recipe | None = None,
+    tell: Tell = _silent,
+) -> list[dict[str, Any]]:
+    """Several kinds of one seed, each into a new directory of its own, in one process."""
+    for kind, out in kinds.items():
+        find_kind(kind)
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UsageError(fault(out, None, "something there already", "a new directory"))
+    request = {
+        "recipe": (recipe or Recipe()).model_dump(mode="json"),
+        "seed": seed,
+        "cache": str(cache.absolute()),
+        "kinds": {kind: str(out.absolute()) for kind, out in kinds.items()},
+    }
+    answer = _ask(request, tell)
+    if "error" in answer:
+        raise _named(answer["error"]["code"])(answer["error"]["message"])
+    made: list[dict[str, Any]] = answer["made"]
+    return made
+
+
+def _ask(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="zoo-") as home:
+        asked, told = Path(home) / "request.json", Path(home) / "answer.json"
+        asked.write_text(json.dumps(request), encoding="utf-8")
+        command = [sys.executable, "-W", "ignore", "-m", "replay_lib.zoo.worker"]
+        process = subprocess.Popen(
+            [*command, str(asked), str(told)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=_environment(),
+            errors="replace",
+        )
+        lines: list[str] = []
+        try:
+            assert process.stderr is not None
+            for line in process.stderr:
+                lines.append(line.rstrip())
+                tell(lines[-1])
+            process.wait()
+        finally:
+            process.kill()
+            process.wait()
+        if not told.exists():
+            last = "\n  ".join(lines[-30:])
+            raise EngineError(
+                f"the zoo's process ended with status {process.returncode}. "
+                f"End of what it said:\n  {last}"
+            )
+        answer: dict[str, Any] = json.loads(told.read_text(encoding="utf-8"))
+        return answer
+
+
+def _environment() -> dict[str, str]:
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    return os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+
+
+def _named(code: str) -> type[Exception]:
+    from replay_lib import errors
+
+    kinds = [k for k in vars(errors).values() if isinstance(k, type)]
+    found = [k for k in kinds if issubclass(k, errors.SpikeReplayError) and k.code == code]
+    return found[0] if found else EngineError
