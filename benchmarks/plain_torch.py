@@ -12,6 +12,7 @@ import argparse
 import json
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,39 +29,54 @@ from replay_lib.snapshot import load_batch, open_snapshot, read_tensors
 PASSES = 12
 
 
-def layer(x: Tensor, w: dict[str, Tensor], i: int, routes: Tensor, shape: Shape) -> Tensor:
-    """One transformer layer on ``x [B, T, H]`` with the experts ``routes [B * T, K]``."""
+@dataclass(frozen=True)
+class Given:
+    """What every layer shares: routes ``[L, B * T, K]`` and the rotary table ``[T, 1, D]``."""
+
+    routes: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+def layer(x: Tensor, w: dict[str, Tensor], i: int, given: Given, shape: Shape) -> Tensor:
+    """One transformer layer on ``x [B, T, H]``."""
     name = "decoder.layers."
     h = F.rms_norm(
         x, (shape.hidden,), w[f"{name}self_attention.linear_qkv.layer_norm_weight"][i], 1e-6
     )
-    x = x + attention(h, w, i, shape)
+    x = x + attention(h, w, i, given, shape)
     h = F.rms_norm(x, (shape.hidden,), w[f"{name}pre_mlp_layernorm.weight"][i], 1e-6)
-    return x + experts(h.flatten(0, 1), w, i, routes, shape).view_as(x)
+    return x + experts(h.flatten(0, 1), w, i, given.routes[i], shape).view_as(x)
 
 
-def attention(h: Tensor, w: dict[str, Tensor], i: int, shape: Shape) -> Tensor:
+def attention(h: Tensor, w: dict[str, Tensor], i: int, given: Given, shape: Shape) -> Tensor:
     """Grouped-query attention with rotary embeddings, causal."""
     name, d = "decoder.layers.self_attention.", shape.channels
     per_group = shape.heads // shape.groups
     qkv = h @ w[f"{name}linear_qkv.weight"][i].T
     qkv = qkv.view(*h.shape[:2], shape.groups, per_group + 2, d)
     q, k, v = qkv.split([per_group, 1, 1], dim=3)
-    q = rotate(F.rms_norm(q.flatten(2, 3), (d,), w[f"{name}q_layernorm.weight"][i], 1e-6))
-    k = rotate(F.rms_norm(k.flatten(2, 3), (d,), w[f"{name}k_layernorm.weight"][i], 1e-6))
+    q = rotate(F.rms_norm(q.flatten(2, 3), (d,), w[f"{name}q_layernorm.weight"][i], 1e-6), given)
+    k = rotate(F.rms_norm(k.flatten(2, 3), (d,), w[f"{name}k_layernorm.weight"][i], 1e-6), given)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v.flatten(2, 3)))
     k, v = (t.repeat_interleave(per_group, dim=1) for t in (k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return out.transpose(1, 2).flatten(2) @ w[f"{name}linear_proj.weight"][i].T
 
 
-def rotate(t: Tensor) -> Tensor:
+def rotate(t: Tensor, given: Given) -> Tensor:
     """Rotary embedding of ``t [B, T, A, D]`` from position 0."""
     d = t.shape[-1]
-    inverse = 10000.0 ** (-torch.arange(0, d, 2, device=t.device) / d)
-    angle = torch.arange(t.shape[1], device=t.device).outer(inverse).repeat(1, 2)[:, None]
     half = torch.cat([-t[..., d // 2 :], t[..., : d // 2]], dim=-1)
-    return t * angle.cos().to(t.dtype) + half * angle.sin().to(t.dtype)
+    return t * given.cos + half * given.sin
+
+
+def rotary_table(shape: Shape, device: str) -> tuple[Tensor, Tensor]:
+    """Cosines and sines ``[T, 1, D]`` in the model's dtype."""
+    inverse = 10000.0 ** (-torch.arange(0, shape.channels, 2) / shape.channels)
+    angle = torch.arange(shape.length).outer(inverse).repeat(1, 2)[:, None]
+    dtype = getattr(torch, shape.dtype)
+    return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
 
 
 def experts(x: Tensor, w: dict[str, Tensor], i: int, routes: Tensor, shape: Shape) -> Tensor:
@@ -69,7 +85,9 @@ def experts(x: Tensor, w: dict[str, Tensor], i: int, routes: Tensor, shape: Shap
     scores = (x.float() @ w[f"{name}router.weight"][i].float().T).gather(1, routes)
     probs = scores.softmax(dim=-1)
     order = routes.flatten().argsort(stable=True)
-    ends = torch.bincount(routes.flatten(), minlength=shape.experts).cumsum(0, dtype=torch.int32)
+    numbers = torch.arange(shape.experts, device=x.device)
+    counts = (routes.flatten()[:, None] == numbers).sum(dim=0)
+    ends = counts.cumsum(0, dtype=torch.int32)
     picked = x[order // shape.topk]
     fc1 = w[f"{name}experts.experts.linear_fc1.weight"][i]
     gate, up = F.grouped_mm(picked, fc1.transpose(-2, -1), offs=ends).chunk(2, dim=-1)
@@ -87,13 +105,14 @@ def plain_seconds(snapshot: Path, shape: Shape, device: str) -> list[float]:
     tokens = batch.input_ids.to(device)
     labels = batch.labels.clamp(min=0).to(device)
     routes = [F.pad(r.long(), (0, 0, 0, 0, 0, 1)) for r in batch.routes]
-    routes_LNK = torch.cat(routes).permute(1, 0, 2).contiguous().to(device)
+    stacked = torch.cat(routes).permute(1, 0, 2).contiguous().to(device)
+    given = Given(stacked, *rotary_table(shape, device))
     seconds = []
     for _ in range(PASSES):
         start = time.perf_counter()
         x = F.embedding(tokens, w["embedding.word_embeddings.weight"])
         for i in range(shape.layers):
-            x = layer(x, w, i, routes_LNK[i], shape)
+            x = layer(x, w, i, given, shape)
         x = F.rms_norm(x, (shape.hidden,), w["decoder.final_layernorm.weight"], 1e-6)
         logits = (x @ w["output_layer.weight"].T).float()
         log_prob = logits.log_softmax(-1).gather(-1, labels[..., None])

@@ -26,12 +26,14 @@ class Rows:
     """Where the rows of a packed micro-batch lie.
 
     ``starts`` are B + 1 offsets into the N packed tokens, the tail belonging to the last row;
+    ``positions [N]`` is each token's place in its row;
     ``even`` says that all rows are equally long. Else ``gather [B * S]`` maps padded to packed
     positions, ``scatter [N]`` packed to padded ones, and ``real [B * S, 1, 1]`` is 1 on positions
     that are not padding; all are None where rows are taken one by one.
     """
 
     starts: tuple[int, ...]
+    positions: Tensor
     even: bool
     gather: Tensor | None = None
     scatter: Tensor | None = None
@@ -48,15 +50,17 @@ def rows_of(starts: list[int], device: torch.device) -> Rows:
     lengths = [b - a for a, b in pairwise(starts)]
     longest, rows = max(lengths), len(lengths)
     even = rows * longest == starts[-1]
-    if even or rows * longest > 2 * starts[-1]:
-        return Rows(starts=tuple(starts), even=even)
     first = torch.tensor(starts[:-1]).unsqueeze(1)
+    places = torch.cat([torch.arange(n) for n in lengths]).to(device)
+    if even or rows * longest > 2 * starts[-1]:
+        return Rows(starts=tuple(starts), positions=places, even=even)
     last = torch.tensor(starts[1:]).unsqueeze(1) - 1
     gather = torch.minimum(first + torch.arange(longest), last).reshape(-1)
     scatter = torch.cat([torch.arange(n) + row * longest for row, n in enumerate(lengths)])
     real = torch.zeros(rows * longest, 1, 1).index_fill_(0, scatter, 1.0)
     return Rows(
         starts=tuple(starts),
+        positions=places,
         even=False,
         gather=gather.to(device),
         scatter=scatter.to(device),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +23,8 @@ from replay_lib.loss.logits import log_prob_and_entropy
 class PackedRows(PackedSeqParams):
     """Megatron's packing parameters, with the row layout that our attention reads.
 
-    The cumulative lengths stay on the CPU: Megatron reads them there, once a layer, to place
-    rotary frequencies, and a copy back from the device would stop the queue each time.
+    Megatron is told of one sequence: it uses the lengths only to place rotary angles, which
+    ``PackedRotary`` has placed already. They stay on the CPU, where Megatron reads them.
     """
 
     rows: Rows | None = field(default=None)
@@ -43,7 +45,7 @@ def forward(
 
     The entropy is computed only where ``settings`` use it, as the trainer does; else it is zero.
     """
-    with replaying(model, routes):
+    with replaying(model, routes), _placed(model, micro):
         logits = model.module(
             input_ids=micro.tokens,
             position_ids=None,
@@ -60,14 +62,27 @@ def _unpack(packed: Tensor, micro: MicroBatch) -> Tensor:
     return torch.where(mask, packed.index_select(0, micro.place).view(mask.shape), 0.0)
 
 
+@contextlib.contextmanager
+def _placed(model: LiveModel, micro: MicroBatch) -> Iterator[None]:
+    if model.rotary is None:
+        yield
+        return
+    model.rotary.rows = micro.layout
+    try:
+        yield
+    finally:
+        model.rotary.rows = None
+
+
 def _packing(micro: MicroBatch) -> Any:
+    whole = torch.tensor([0, micro.size], dtype=torch.int32)
     return PackedRows(
         qkv_format="thd",
-        cu_seqlens_q=micro.starts,
-        cu_seqlens_kv=micro.starts,
-        cu_seqlens_q_padded=micro.starts,
-        cu_seqlens_kv_padded=micro.starts,
-        max_seqlen_q=micro.layout.longest,
-        max_seqlen_kv=micro.layout.longest,
+        cu_seqlens_q=whole,
+        cu_seqlens_kv=whole,
+        cu_seqlens_q_padded=whole,
+        cu_seqlens_kv_padded=whole,
+        max_seqlen_q=micro.size,
+        max_seqlen_kv=micro.size,
         rows=micro.layout,
     )

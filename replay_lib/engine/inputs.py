@@ -49,7 +49,6 @@ class MicroBatch:
     labels: Tensor  # int64 [N]
     attention_mask: Tensor  # bool [B, T]
     place: Tensor  # int64 [B * T], position of each token among the packed ones (0 off the mask)
-    starts: Tensor  # int32 [B + 1] on the CPU, where rows start; the tail belongs to the last one
     layout: Rows
     experts: Tensor | None  # int16 [L, N, K], saved experts of the MoE layers
 
@@ -136,7 +135,6 @@ def _micro_batch(
         labels=labels.values.to(device),
         attention_mask=mask.to(device),
         place=_places(mask, packed).to(device),
-        starts=packed.cu_seqlens,
         layout=rows_of([int(x) for x in packed.cu_seqlens.tolist()], device),
         experts=_packed_experts(rank, rows, device),
     )

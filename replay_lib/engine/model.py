@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from replay_lib.engine.model_config import ModelConfig
+from replay_lib.engine.rotary import PackedRotary
 
 #: What the replay decides for itself: one step on few ranks, nothing fused, nothing recomputed.
 #: None of it changes what the step computes, beyond the order of floating-point sums.
@@ -47,6 +48,7 @@ class LiveModel:
     routers: list[Any]
     moe_layers: tuple[bool, ...]
     device: torch.device
+    rotary: PackedRotary | None
     topk: int
     experts: int
 
@@ -96,12 +98,16 @@ def build_model(
     ]
     for layer in moe_layers:
         layer.token_dispatcher = LocalDispatcher(int(transformer.moe_router_topk))
+    rotary = None
+    if hasattr(module, "rotary_pos_emb"):
+        rotary = module.rotary_pos_emb = PackedRotary(module.rotary_pos_emb)
     return LiveModel(
         module=module,
         config=transformer,
         routers=[layer.router for layer in moe_layers],
         moe_layers=config.moe_layers,
         device=device,
+        rotary=rotary,
         topk=int(transformer.moe_router_topk),
         experts=int(transformer.num_moe_experts or 0),
     )

@@ -21,8 +21,12 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+)
 
 from replay_lib.errors import WeightsError
 from replay_lib.snapshot.checkpoint import SafeReader
@@ -49,11 +53,6 @@ class Slice:
     offset: tuple[int, ...]
     view: Tensor
     whole: tuple[int, ...]
-
-    @property
-    def chunk(self) -> ChunkStorageMetadata:
-        """This slice as torch's checkpoint planner describes it."""
-        return ChunkStorageMetadata(torch.Size(self.offset), self.view.shape)
 
 
 def model_slices(module: torch.nn.Module) -> list[Slice]:
@@ -155,61 +154,111 @@ def _compare(slices: list[Slice], saved: Mapping[str, tuple[int, ...]], where: P
         )
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Where a stored chunk and a live slice overlap, in the axes of each."""
+
+    view: Tensor
+    inside: tuple[slice, ...]  # of the slice's view
+    stored: tuple[slice, ...]  # of the chunk
+
+
 class _Planner(LoadPlanner):
-    """Directs the reader's fragments straight into the live tensors."""
+    """Reads every stored chunk once and copies it to all slices that it overlaps.
+
+    torch's own planner reads a chunk anew for each slice: a checkpoint that holds all layers and
+    experts of a parameter in one chunk would be read once a layer.
+    """
 
     def __init__(self, slices: list[Slice]) -> None:
-        self.slices = slices
-        self.targets = {(s.key, tuple(s.offset)): s.view for s in slices}
+        self.slices: dict[str, list[Slice]] = {}
+        for piece in slices:
+            self.slices.setdefault(piece.key, []).append(piece)
+        self.parts: dict[MetadataIndex, list[_Part]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
 
     def plan(self, index: Metadata) -> LoadPlan:
-        chunks: dict[str, list[ChunkStorageMetadata]] = {}
-        for piece in self.slices:
-            chunks.setdefault(piece.key, []).append(piece.chunk)
+        """One item for each stored chunk that some slice needs."""
         items: list[ReadItem] = []
-        for key, wanted in chunks.items():
+        for key, wanted in self.slices.items():
             entry = index.state_dict_metadata[key]
             assert isinstance(entry, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(key, entry, wanted)
-        self._check_complete(items)
+            self.dtypes[key] = entry.properties.dtype
+            for number, chunk in enumerate(entry.chunks):
+                place = MetadataIndex(key, chunk.offsets, number)
+                parts = [part for s in wanted if (part := _overlap(s, chunk)) is not None]
+                if parts:
+                    self.parts[place] = parts
+                    items.append(_read_item(place, chunk))
+        self._check_complete()
         return LoadPlan(items)
 
-    def _check_complete(self, items: list[ReadItem]) -> None:
-        covered = dict.fromkeys(self.targets, 0)
-        for item in items:
-            covered[self._place(item.dest_index)] += int(torch.Size(item.lengths).numel())
+    def _check_complete(self) -> None:
+        covered: dict[int, int] = {}
+        for part in (p for parts in self.parts.values() for p in parts):
+            size = part.view[part.inside].numel()
+            covered[id(part.view)] = covered.get(id(part.view), 0) + size
         holes = sorted(
-            {key for (key, off), n in covered.items() if n != self.targets[key, off].numel()}
+            {
+                piece.key
+                for pieces in self.slices.values()
+                for piece in pieces
+                if covered.get(id(piece.view), 0) != piece.view.numel()
+            }
         )
         if holes:
             raise WeightsError(f"the checkpoint holds only parts of: {', '.join(holes)}")
 
-    @staticmethod
-    def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
-        return index.fqn, tuple(index.offset or ())
-
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        view = self.targets[self._place(read_item.dest_index)]
-        for axis, (start, length) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        ):
-            view = view.narrow(axis, start, length)
-        return view
+        """Where the reader puts a chunk before it is handed out."""
+        return torch.empty(read_item.lengths, dtype=self.dtypes[read_item.dest_index.fqn])
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing to do: fragments are copied in place."""
+        """Hand a chunk out to the slices, cast to their dtype."""
+        for part in self.parts[read_item.dest_index]:
+            part.view[part.inside].copy_(tensor[part.stored])
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> NoReturn:
+        """Never asked for: objects of a checkpoint are not read."""
         raise WeightsError(f"refused to read the pickled object {read_item.dest_index.fqn}")
 
     def set_up_planner(self, *_args: Any, **_kwargs: Any) -> None:
         """Nothing to do: the slices are known."""
 
     def create_local_plan(self) -> NoReturn:
+        """Not used: plans are made by ``plan``."""
         raise AssertionError("plans are made by plan()")
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Each rank reads for itself."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Each rank reads for itself."""
         return central_plan
+
+
+def _read_item(place: MetadataIndex, chunk: ChunkStorageMetadata) -> ReadItem:
+    start = torch.Size([0] * len(chunk.sizes))
+    return ReadItem(
+        type=LoadItemType.TENSOR,
+        dest_index=place,
+        dest_offsets=start,
+        storage_index=place,
+        storage_offsets=start,
+        lengths=chunk.sizes,
+    )
+
+
+def _overlap(piece: Slice, chunk: ChunkStorageMetadata) -> _Part | None:
+    inside: list[slice] = []
+    stored: list[slice] = []
+    for mine, size, theirs, length in zip(
+        piece.offset, piece.view.shape, chunk.offsets, chunk.sizes, strict=True
+    ):
+        first, last = max(mine, theirs), min(mine + size, theirs + length)
+        if last <= first:
+            return None
+        inside.append(slice(first - mine, last - mine))
+        stored.append(slice(first - theirs, last - theirs))
+    return _Part(piece.view, tuple(inside), tuple(stored))
