@@ -133,6 +133,12 @@ class Mitigation:
             raise PatchError(
                 f"mitigation {self.slug}: unknown parameter {', '.join(unknown)}; known: {known}"
             )
+        for name, value in given.items():
+            wanted = _kind(self.defaults[name])
+            if wanted is not None and not _fits(value, self.defaults[name]):
+                raise PatchError(
+                    f"mitigation {self.slug}: {name}: found {value!r}, expected {wanted}"
+                )
         built = self.build(**given)
         patches = (built,) if isinstance(built, Patch) else built
         # what acts after the norm has nothing to patch before it
@@ -148,6 +154,18 @@ class Mitigation:
         """Seams that the default patches touch, in the order of application."""
         present = {p.seam for p in self.patches()}
         return tuple(s for s in Seam if s in present)
+
+
+def _kind(default: Any) -> str | None:
+    """What a parameter takes, told by its default; None: anything."""
+    kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    return kinds.get(type(default))
+
+
+def _fits(value: Any, default: Any) -> bool:
+    if isinstance(default, float):
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return type(value) is type(default)
 
 
 def mitigation(

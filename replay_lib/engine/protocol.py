@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from replay_lib.errors import PatchError
 from replay_lib.patch import LOSS_ONLY_SEAMS, Seam
 
 Fidelity = Literal["full", "folded", "reduced"]
@@ -74,17 +75,33 @@ def parse_calls(text: str) -> tuple[MitigationCall, ...]:
 
 
 def _parse_call(text: str) -> MitigationCall:
-    import yaml
-
     head, *rest = text.split(":")
-    # module:function has no "=" after its first colon; parameters always have one
-    if rest and "=" not in rest[0]:
+    # module:function needs a name that Python could import; slugs have hyphens
+    if rest and "=" not in rest[0] and all(part.isidentifier() for part in head.split(".")):
         head, rest = f"{head}:{rest[0]}", rest[1:]
     params: dict[str, Any] = {}
     for item in filter(None, ":".join(rest).split(",")):
-        name, _, value = item.partition("=")
-        params[name.strip()] = yaml.safe_load(value)
+        name, equals, value = item.partition("=")
+        if not equals or not name.strip() or not value.strip():
+            raise PatchError(
+                f"mitigation {text}: found {item!r}, expected name=value; parameters are written "
+                "slug:name=value,name=value"
+            )
+        params[name.strip()] = _scalar(value.strip())
     return MitigationCall(slug=head, params=params)
+
+
+def _scalar(text: str) -> Any:
+    """A number, true, false or none as such, anything else as text."""
+    words = {"true": True, "false": False, "none": None, "null": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 class Retained(Frozen):

@@ -63,7 +63,7 @@ def test_more_layers_than_the_model_has_are_refused():
 @pytest.mark.parametrize("layers", [0, -1, 1.5, True, "1"])
 def test_a_number_of_layers_that_makes_no_sense_is_refused(layers):
     method = load_methods()["use-current-routing-for-first-moe-layer"]
-    with pytest.raises(PatchError, match=r"found layers=.*, expected a whole number >= 1"):
+    with pytest.raises(PatchError, match=r"layers.*expected a whole number"):
         method.patches({"layers": layers})
 
 
