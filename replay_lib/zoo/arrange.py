@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,7 +12,9 @@ from replay_lib.loss import GrpoSettings
 from replay_lib.zoo import causes
 from replay_lib.zoo.recipe import ORDINARY
 from replay_lib.zoo.rollouts import group_advantages, make_batch
-from replay_lib.zoo.run import Run
+
+if TYPE_CHECKING:
+    from replay_lib.zoo.run import Run
 
 FAILING = 0.9  # share of rewards that an outage of the verifier turns into -1
 RUN_ON = 60  # tokens

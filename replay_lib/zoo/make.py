@@ -17,6 +17,7 @@ from replay_lib.zoo.recipe import Recipe
 
 #: Where base runs are kept unless asked otherwise.
 CACHE = Path("out/zoo-cache")
+WORKER = "replay_lib.zoo.worker"
 
 Tell = Callable[[str], None]
 
@@ -73,32 +74,34 @@ def _ask(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="zoo-") as home:
         asked, told = Path(home) / "request.json", Path(home) / "answer.json"
         asked.write_text(json.dumps(request), encoding="utf-8")
-        command = [sys.executable, "-W", "ignore", "-m", "replay_lib.zoo.worker"]
-        process = subprocess.Popen(
-            [*command, str(asked), str(told)],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=_environment(),
-            errors="replace",
-        )
-        lines: list[str] = []
+        status, lines = _train(asked, told, tell)
+        if not told.exists():
+            last = "\n  ".join(lines[-30:])
+            raise EngineError(
+                f"the zoo's process ended with status {status}. End of what it said:\n  {last}"
+            )
+        answer: dict[str, Any] = json.loads(told.read_text(encoding="utf-8"))
+        return answer
+
+
+def _train(asked: Path, told: Path, tell: Tell) -> tuple[int, list[str]]:
+    """Run the process to its end; its status and what it said."""
+    command = [sys.executable, "-W", "ignore", "-m", WORKER, str(asked), str(told)]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        command, stderr=pipe, text=True, env=_environment(), errors="replace"
+    )
+    lines: list[str] = []
+    with process:
         try:
             assert process.stderr is not None
             for line in process.stderr:
                 lines.append(line.rstrip())
                 tell(lines[-1])
-            process.wait()
-        finally:
-            process.kill()
-            process.wait()
-        if not told.exists():
-            last = "\n  ".join(lines[-30:])
-            raise EngineError(
-                f"the zoo's process ended with status {process.returncode}. "
-                f"End of what it said:\n  {last}"
-            )
-        answer: dict[str, Any] = json.loads(told.read_text(encoding="utf-8"))
-        return answer
+        except BaseException:
+            process.kill()  # an interrupted caller leaves no training behind
+            raise
+    return process.returncode, lines
 
 
 def _environment() -> dict[str, str]:

@@ -1,10 +1,11 @@
 """The task: three numbers added in two written steps, after a worked example. No torch.
 
-    prompt     ^12+34+56=12+34=046;+56=102.07+81+25=
-    response   07+81=088;+25=113.
+    prompt     ^21+43+65=21+43=640;+65=201.70+18+52=
+    response   70+18=880;+52=311.
 
-The response is right where its last sum is. Tokens are characters; every number has its full width,
-which a model of this size learns several times faster.
+(12 + 34 + 56 = 102, then 7 + 81 + 25 = 113.) Numbers are written units first and at full width: a
+model of this size then learns the task in a few hundred steps. The response is right where its last
+sum is. Tokens are characters.
 """
 
 from __future__ import annotations
@@ -66,11 +67,16 @@ def _numbers(rng: random.Random) -> tuple[int, int, int]:
     return rng.randint(1, 99), rng.randint(1, 99), rng.randint(1, 99)
 
 
+def _written(number: int, width: int) -> str:
+    """Units first, with zeros up to ``width``."""
+    return f"{number:0{width}d}"[::-1]
+
+
 def _question(numbers: tuple[int, int, int]) -> str:
-    return "+".join(f"{n:02d}" for n in numbers) + "="
+    return "+".join(_written(n, 2) for n in numbers) + "="
 
 
 def _solution(numbers: tuple[int, int, int]) -> str:
-    first, second, third = numbers
-    part = first + second
-    return f"{first:02d}+{second:02d}={part:03d};+{third:02d}={part + third:03d}."
+    first, second, third = (_written(n, 2) for n in numbers)
+    part, total = numbers[0] + numbers[1], sum(numbers)
+    return f"{first}+{second}={_written(part, 3)};+{third}={_written(total, 3)}."

@@ -65,14 +65,20 @@ class Trainer:
         told = batch.replace(old_logprobs=old, ref_logprobs=old.clone())
         return Gradient(norm=norm, buffers=self.buffers, batch=told)
 
-    def supervised_gradient(self, batch: RankBatch) -> float:
-        """Mean negative log-likelihood of the trained tokens; its norm. Experts are the model's."""
+    def supervised_gradient(self, batch: RankBatch) -> tuple[float, float]:
+        """Gradient of the mean negative log-likelihood of the trained tokens: its norm, and the
+        mean in nats. Experts are the model's own."""
+        total = [0.0, 0.0]
 
         def loss(micro: MicroBatch, out: Forward) -> tuple[Tensor, float]:
             mask = batch.loss_mask[list(micro.rows)].to(out.log_prob.device)
-            return -(out.log_prob * mask).sum(), float(mask.sum())
+            value, count = -(out.log_prob * mask).sum(), float(mask.sum())
+            total[0] += float(value.detach())
+            total[1] += count
+            return value, count
 
-        return self._accumulate(batch, GrpoSettings(), loss, replay=False)
+        norm = self._accumulate(batch, GrpoSettings(), loss, replay=False)
+        return norm, total[0] / total[1]
 
     def update(self, norm: float, learning_rate: float, betas: tuple[float, float]) -> None:
         """Clip the gradient as Megatron does and take one step of Adam."""

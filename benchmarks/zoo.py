@@ -1,0 +1,110 @@
+"""Kind x seed: norm over median, and what the recorded methods do to each spike.
+
+    python benchmarks/zoo.py [--home DIR] [--seeds 1,2,3] [--kinds KIND,...]
+
+Every finished seed is written to ``benchmarks/results/zoo.json`` at once; what is there already is
+not made again. The seeds below were fixed before the first run. The norms are those of the CPU that
+this ran on: the same seed gives the same norm on the same platform.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from environment import environment
+
+from replay_lib.engine.protocol import Experiment, Outcome
+from replay_lib.engine.session import ReplaySession
+from replay_lib.run import RECORDED_METHODS
+from replay_lib.zoo import KINDS, make_spikes
+
+SEEDS = (1, 2, 3)
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks/results/zoo.json"
+
+#: Besides the recorded ones: the pair for wrong routes in the first layer.
+EXTRA = ("use-current-routing-for-first-moe-layer+enable-token-mismatch-tis-max2",)
+METHODS = (*RECORDED_METHODS, *EXTRA)
+
+
+def replay_row(snapshot: Path, median: float) -> dict[str, Any]:
+    """The baseline and every method on one snapshot, in one session."""
+    experiments = [Experiment.baseline(), *map(Experiment.parse, METHODS)]
+    with ReplaySession.open(snapshot, device="cpu", precision="float32") as session:
+        baseline, *others = session.run_many(experiments)
+    norm = baseline.grad_norm_preclip
+    return {
+        "replayed_norm": norm,
+        "methods": {o.experiment.name: _figures(o, norm, median) for o in others},
+    }
+
+
+def _figures(outcome: Outcome, baseline: float, median: float) -> dict[str, Any]:
+    carried = outcome.grad_norm_preclip_carried
+    norms = {"stored": outcome.grad_norm_preclip, "carried": carried}
+    figures: dict[str, Any] = {
+        "ratio": {old: n / median for old, n in norms.items() if n is not None},
+        "reduction": {old: 1 - n / baseline for old, n in norms.items() if n is not None},
+    }
+    kept = {"stored": outcome.retained, "carried": outcome.retained_carried}
+    figures["retained"] = {old: r.smallest for old, r in kept.items() if r is not None}
+    return figures
+
+
+def run_seed(seed: int, kinds: list[str], home: Path, document: dict[str, Any]) -> None:
+    """Make the kinds of one seed that are missing, replay them, save after each."""
+    rows = document["rows"]
+    done = {(row["kind"], row["seed"]) for row in rows}
+    missing = [kind for kind in kinds if (kind, seed) not in done]
+    made = home / f"seed{seed}"
+    reports = [json.loads(file.read_text()) for file in sorted(made.glob("*/zoo.json"))]
+    there = {report["kind"]: report for report in reports}
+    wanted = {kind: made / kind for kind in missing if kind not in there}
+    if wanted:
+        told = make_spikes(wanted, seed=seed, cache=home / "cache", tell=_tell)
+        there |= {report["kind"]: report for report in told}
+    for kind in missing:
+        report = there[kind]
+        names = ("kind", "seed", "step", "norm", "median", "ratio", "event", "accuracy")
+        row = {name: report[name] for name in names}
+        row["largest_quiet_ratio"] = max(report["norms"][10:50]) / report["median"]
+        if report["snapshot"] is not None:
+            row |= replay_row(made / kind / report["snapshot"], report["median"])
+        rows.append(row)
+        _save(document)
+        _tell(f"{kind} seed {seed}: {row['ratio']:.2f} x median")
+
+
+def _save(document: dict[str, Any]) -> None:
+    order = {kind: n for n, kind in enumerate(KINDS)}
+    document["rows"].sort(key=lambda row: (order[row["kind"]], row["seed"]))
+    part = RESULTS.with_name(f".{RESULTS.name}.part")
+    part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    part.replace(RESULTS)
+
+
+def _tell(line: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {line}", flush=True)
+
+
+def main() -> None:
+    """Run what is missing of kind x seed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--home", type=Path, default=Path("out/zoo"), help="snapshots and cache")
+    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    options = parser.parse_args()
+    document: dict[str, Any] = {"benchmark": "zoo", "seeds": list(SEEDS), "rows": []}
+    if RESULTS.exists():
+        document = json.loads(RESULTS.read_text())
+    document["environment"] = environment()
+    for seed in map(int, options.seeds.split(",")):
+        run_seed(seed, options.kinds.split(","), options.home, document)
+
+
+if __name__ == "__main__":
+    main()
