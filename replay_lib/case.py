@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from replay_lib import layout
+from replay_lib.digests import check_digests
 from replay_lib.engine.protocol import Experiment
 from replay_lib.errors import CaseError, fault
 from replay_lib.rule import RECORDING_REDUCTION, TARGET_RATIO, Verdict
@@ -24,6 +26,7 @@ SCHEMA = 1
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Verdict = Annotated[Verdict, Field(strict=False)]
 _Reason = Annotated[str, Field(min_length=1)]
+_Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class _Strict(BaseModel):
@@ -74,11 +77,22 @@ class Needs(_Strict):
     memory_gib: Annotated[float, Field(gt=0)] | None = None
 
 
+class Platform(_Strict):
+    """What a case was made on; a seed gives the same spike on the same platform."""
+
+    device: str = ""
+    system: str = ""
+    python: str = ""
+    torch: str = ""
+    megatron_core: str = ""
+
+
 class Provenance(_Strict):
     """Where the snapshot comes from; ``evidence`` says what its verdicts are worth.
 
     ``measured``: norms and median are a training run's. ``mechanism``: the median was invented, so
-    verdicts show that replay and patches work and prove no method.
+    verdicts show that replay and patches work and prove no method. Where this library made the
+    case, ``command`` and ``seed`` make it again; ``commit`` is that of this library's repository.
     """
 
     evidence: Literal["measured", "mechanism"] = "measured"
@@ -86,6 +100,10 @@ class Provenance(_Strict):
     job: str = ""
     written_by: str = ""
     source: str = ""
+    command: str = ""
+    seed: int | None = None
+    commit: str = ""
+    platform: Platform | None = None
 
 
 class CaseFile(_Strict):
@@ -100,10 +118,15 @@ class CaseFile(_Strict):
     needs: Needs = Needs()
     expected: dict[str, _Verdict] = Field(default_factory=dict)
     provenance: Provenance = Provenance()
+    sha256: dict[str, _Sha256] = Field(default_factory=dict)
 
 
 class Case(_Strict):
-    """What a test needs to know of a case; paths are absolute, ``file`` is None without a file."""
+    """What a test needs to know of a case; paths are absolute, ``file`` is None without a file.
+
+    ``sha256`` has the digests of the snapshots' files by their path beside ``case.yaml``; empty:
+    the case is not sealed.
+    """
 
     name: str
     snapshot: Path
@@ -115,13 +138,14 @@ class Case(_Strict):
     needs: Needs = Needs()
     expected: dict[str, _Verdict] = Field(default_factory=dict)
     provenance: Provenance = Provenance()
+    sha256: dict[str, _Sha256] = Field(default_factory=dict)
 
     @classmethod
     def load(cls, path: str | Path) -> Case:
         """From a case directory or its ``case.yaml``; CaseError names file and field."""
         given = Path(path)
         file = (given if given.name == layout.CASE_FILE else given / layout.CASE_FILE).absolute()
-        read = _read(file)
+        read = read_case_file(file)
         fields = {k: getattr(read, k) for k in CaseFile.model_fields if k in cls.model_fields}
         fields["snapshot"] = _inside(file, "snapshot", read.snapshot)
         fields["quiet"] = _inside(file, "quiet", read.quiet) if read.quiet else None
@@ -153,19 +177,23 @@ class Case(_Strict):
         return next((p for p in wanted if not p.is_dir()), None)
 
     def require(self) -> None:
-        """CaseError with the path where a snapshot of the case is absent."""
+        """CaseError where a snapshot of the case is absent, or a file differs from its digest.
+
+        Files are read once in a process, however often this is called.
+        """
         absent = self.missing()
-        if absent is None:
-            return
-        raise CaseError(
-            fault(
-                self.file or self.name,
-                "snapshot",
-                f"no directory {absent}",
-                "the snapshot of the case",
-                "Copy it there, or correct the path",
+        if absent is not None:
+            raise CaseError(
+                fault(
+                    self.file or self.name,
+                    "snapshot",
+                    f"no directory {absent}",
+                    "the snapshot of the case",
+                    "Copy it there, or correct the path",
+                )
             )
-        )
+        if self.file is not None:
+            check_digests(self.file, [self.snapshot, *filter(None, [self.quiet])], self.sha256)
 
     def tolerance_for(self, fidelity: str, dtypes: set[str]) -> Bound:
         """Allowed relative distance of a baseline from the recorded norm.
@@ -203,7 +231,8 @@ def builtin_cases() -> Path:
     return Path(__file__).parent.parent / "spike_cases"
 
 
-def _read(file: Path) -> CaseFile:
+def read_case_file(file: Path) -> CaseFile:
+    """``case.yaml`` as it is written; CaseError with all its faults."""
     try:
         raw = yaml.safe_load(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -217,6 +246,11 @@ def _read(file: Path) -> CaseFile:
     if version != SCHEMA:
         then = "A newer version of this library wrote it" if _newer(version) else None
         raise CaseError(fault(file, "schema", repr(version), repr(SCHEMA), then))
+    return case_file_from(file, raw)
+
+
+def case_file_from(file: Path, raw: Mapping[str, Any]) -> CaseFile:
+    """``raw`` as the content of ``file``; CaseError with all its faults."""
     try:
         return CaseFile.model_validate(raw)
     except ValidationError as error:

@@ -1,10 +1,10 @@
-"""The demonstration: every embedded case under the five recorded methods."""
+"""The demonstration: every embedded case under the recorded methods and those it expects."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from replay_lib.case import builtin_cases, discover
+from replay_lib.case import Case, builtin_cases, discover
 from replay_lib.errors import CaseError, fault
 from replay_lib.methods import load_methods
 from replay_lib.record.results_file import write_results
@@ -21,16 +21,24 @@ RESULTS = Path("out") / "demo" / "results.jsonl"
 
 
 def run_demo(options: ReplayOptions, results: Path, tell: Tell) -> Replayed:
-    """Replay, judge, and put the results into ``results``; CaseError where no case is found."""
+    """Replay, judge, and put the results into ``results``; CaseError where no case is found.
+
+    Each case is replayed under the recorded methods, then under what else it has an expectation
+    of: a cure of its own, for example.
+    """
     cases = discover(builtin_cases())
     if not cases:
         raise CaseError(fault(builtin_cases(), None, "no case", "the embedded cases"))
     for case in cases:
         case.require()
     methods = load_methods(options.mitigations)
-    experiments = parse_experiments(RECORDED_METHODS, "baseline", methods)
+    asked = [(case, parse_experiments(_labels(case), "baseline", methods)) for case in cases]
     replayed = Replayed()
-    for case in cases:
+    for case, experiments in asked:
         replayed += replay_case(case, experiments, options, tell)
     write_results(results, replayed.results)
     return replayed
+
+
+def _labels(case: Case) -> list[str]:
+    return list(dict.fromkeys([*RECORDED_METHODS, *case.expected]))

@@ -26,7 +26,10 @@ class ExitCode(enum.IntEnum):
 
 MEANINGS: dict[ExitCode, str] = {
     ExitCode.GREEN: "every verdict is as expected or better",
-    ExitCode.RED: "a verdict is worse than expected (where a case expects nothing: than pass)",
+    ExitCode.RED: (
+        "a verdict is worse than expected (where a case expects nothing: than pass), "
+        "or a quiet control is at fault"
+    ),
     ExitCode.USAGE: "the command was called with something it cannot take",
     ExitCode.INPUT: "a snapshot or a case cannot be used as it is",
     ExitCode.MODEL: "model, weights, batch or loss settings are unsupported or contradict",

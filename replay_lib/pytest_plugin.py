@@ -4,16 +4,21 @@
         result = replay(mitigation)
         assert not result.red, result.explain()
 
+    def test_quiet_control(case, mitigation, quiet):
+        effect = quiet(mitigation)
+        assert not effect.red, effect.explain()
+
 ``case`` and ``mitigation`` are parametrized in two calls, the first with session scope: pytest
 then orders the tests by case, so that each case is opened once. One joint call would reopen it for
-every test. Under xdist all tests of a case go to one worker.
+every test. Under xdist all tests of a case go to one worker. Tests that ask for ``quiet`` exist for
+cases with a quiet control; that is replayed once, under all methods of the run's tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -21,7 +26,7 @@ from replay_lib.case import Case, discover
 from replay_lib.errors import SpikeReplayError
 from replay_lib.methods import load_methods
 from replay_lib.patch import Mitigation
-from replay_lib.record.result import Result
+from replay_lib.record.result import Result, SideEffect
 from replay_lib.run import ReplayOptions, parse_experiments
 from replay_lib.suite import (
     NO_CASES,
@@ -34,7 +39,9 @@ from replay_lib.suite import (
 )
 
 Replay = Callable[..., Result]
+Quiet = Callable[[str], SideEffect]
 Known = tuple[list[Case], dict[str, Mitigation]]
+_T = TypeVar("_T")
 _DIST = "spike_replay_dist"
 _KNOWN = pytest.StashKey[Known]()
 
@@ -107,15 +114,29 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A call with parameters is tried on the cases that expect something of it, on no others."""
-    unstated = [item for item in items if _is_unstated(item)]
-    if unstated:
-        config.hook.pytest_deselected(items=unstated)
-        items[:] = [item for item in items if item not in unstated]
+    """Without what a case has nothing for.
+
+    A call with parameters is tried on the cases that expect something of it, on no others; a side
+    effect is measured on the cases that have a quiet control.
+    """
+    idle = [item for item in items if _is_unstated(item) or _lacks_quiet(item)]
+    if idle:
+        config.hook.pytest_deselected(items=idle)
+        items[:] = [item for item in items if item not in idle]
+
+
+def _params(item: pytest.Item) -> dict[str, Any]:
+    return dict(getattr(getattr(item, "callspec", None), "params", {}))
+
+
+def _lacks_quiet(item: pytest.Item) -> bool:
+    case = _params(item).get("case")
+    wants = "quiet" in getattr(item, "fixturenames", ())
+    return wants and isinstance(case, Case) and case.quiet is None
 
 
 def _is_unstated(item: pytest.Item) -> bool:
-    params = getattr(getattr(item, "callspec", None), "params", {})
+    params = _params(item)
     case, label = params.get("case"), params.get("mitigation")
     if not isinstance(case, Case) or label is None:
         return False
@@ -149,9 +170,16 @@ def mitigation(request: pytest.FixtureRequest) -> str:
 def _spike_sessions(case: Case, request: pytest.FixtureRequest) -> Iterator[Sessions]:
     """Sessions of one case in this process, one a device; closed before the next case."""
     options = ReplayOptions(mitigations=tuple(request.config.getoption("--mitigations")))
-    sessions = Sessions(case, options)
+    sessions = Sessions(case, options, _labels_of(case, request.session.items))
     yield sessions
     sessions.close()
+
+
+def _labels_of(case: Case, items: Sequence[pytest.Item]) -> list[str]:
+    """The methods that tests of ``case`` in this run are parametrized with."""
+    params = [_params(item) for item in items]
+    labels = [p["mitigation"] for p in params if p.get("case") == case and "mitigation" in p]
+    return list(dict.fromkeys(str(label) for label in labels))
 
 
 @pytest.fixture
@@ -160,17 +188,37 @@ def replay(request: pytest.FixtureRequest, case: Case, _spike_sessions: Sessions
     device = _device_of(request, case)
 
     def run(mitigation: str = "baseline", against: str = "baseline") -> Result:
-        fault: SpikeReplayError | None = None
-        try:
-            result = _spike_sessions.replay(mitigation, against, device)
-        except SpikeReplayError as error:
-            fault = error
-        if fault is not None:  # outside the handler, so that the report tells it once
-            pytest.fail(f"{case.name} / {mitigation}: {fault}", pytrace=False)
+        result = _or_fail(
+            f"{case.name} / {mitigation}",
+            lambda: _spike_sessions.replay(mitigation, against, device),
+        )
         request.node.user_properties.append((PROPERTY, result.model_dump_json()))
         return result
 
     return run
+
+
+@pytest.fixture
+def quiet(request: pytest.FixtureRequest, case: Case, _spike_sessions: Sessions) -> Quiet:
+    """``quiet(mitigation) -> SideEffect`` on the quiet control of this test's case."""
+    device = _device_of(request, case)
+
+    def measure(mitigation: str) -> SideEffect:
+        return _or_fail(
+            f"{case.name} / {mitigation}", lambda: _spike_sessions.side_effect(mitigation, device)
+        )
+
+    return measure
+
+
+def _or_fail(what: str, ask: Callable[[], _T]) -> _T:
+    told = ""
+    try:
+        return ask()
+    except SpikeReplayError as error:
+        told = str(error)
+    # outside the handler, so that the report tells it once
+    pytest.fail(f"{what}: {told}", pytrace=False)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 from replay_lib.case import Case, Needs
 from replay_lib.devices import cuda_devices, unmet
-from replay_lib.errors import EngineError, SpikeReplayError
+from replay_lib.engine.protocol import Experiment
+from replay_lib.errors import CaseError, EngineError, SpikeReplayError, fault
 from replay_lib.patch import Mitigation
-from replay_lib.record.result import Result
-from replay_lib.record.table import plain_table
+from replay_lib.record.result import Result, SideEffect, quiet_faults
+from replay_lib.record.table import plain_tables
 from replay_lib.run import OpenCase, ReplayOptions, parse_experiments
 
 PROPERTY = "spike_replay_result"
@@ -21,13 +22,16 @@ NO_CASES = object()
 class Sessions:
     """At most one session a device for one case, opened when first needed.
 
-    A case that cannot be opened is not tried again for its next test. A worker that died in one
-    experiment is replaced: one bad method must not turn all others red.
+    ``labels`` are the methods that the tests of this case will ask for: the first of them has the
+    side effects of all measured on the quiet control, in one session that ends before the spike's
+    starts. A case that cannot be opened is not tried again for its next test. A worker that died
+    in one experiment is replaced: one bad method must not turn all others red.
     """
 
-    def __init__(self, case: Case, options: ReplayOptions) -> None:
+    def __init__(self, case: Case, options: ReplayOptions, labels: Sequence[str] = ()) -> None:
         self._case = case
         self._options = options
+        self._labels = labels
         self._open: dict[str, OpenCase] = {}
         self._unopenable: dict[str, SpikeReplayError] = {}
 
@@ -35,24 +39,44 @@ class Sessions:
         """The judged result of one experiment on ``device`` (auto, cpu or cuda)."""
         where = _resolved(device)
         opened = self._opened(where)
+        asked = parse_experiments([mitigation], against, opened.methods)
+        opened.measure_quiet([*self._all(opened), *asked])
+        self._start(where)
         try:
-            (result,) = opened.results(parse_experiments([mitigation], against, opened.methods))
+            (result,) = opened.results(asked)
         except EngineError:
-            self._open.pop(where).close()
+            opened.close()
             raise
         return result
 
+    def side_effect(self, mitigation: str, device: str) -> SideEffect:
+        """What a method does to the quiet control; the spike itself is not replayed for it."""
+        opened = self._opened(_resolved(device))
+        asked = parse_experiments([mitigation], "baseline", opened.methods)
+        opened.measure_quiet([*self._all(opened), *asked])
+        effect = opened.quiet.effect(asked[0]) if opened.quiet else None
+        if effect is None:
+            where = self._case.file or self._case.name
+            raise CaseError(fault(where, "quiet", f"none for {mitigation}", "a quiet control"))
+        return effect
+
+    def _all(self, opened: OpenCase) -> list[Experiment]:
+        return parse_experiments(self._labels, "baseline", opened.methods)
+
     def _opened(self, where: str) -> OpenCase:
-        if where in self._unopenable:
-            raise self._unopenable[where]
         if where not in self._open:
             options = dataclasses.replace(self._options, device=where)
-            try:
-                self._open[where] = OpenCase.open(self._case, options)
-            except SpikeReplayError as error:
-                self._unopenable[where] = error
-                raise
+            self._open[where] = OpenCase.open(self._case, options)
         return self._open[where]
+
+    def _start(self, where: str) -> None:
+        if where in self._unopenable:
+            raise self._unopenable[where]
+        try:
+            self._open[where].start()
+        except SpikeReplayError as error:
+            self._unopenable[where] = error
+            raise
 
     def close(self) -> None:
         """End all workers."""
@@ -93,8 +117,9 @@ def collect_results(stats: Mapping[str, Iterable[Any]]) -> list[Result]:
 
 
 def summary_lines(results: Sequence[Result]) -> list[str]:
-    """The table of verdicts, then whatever is better or worse than expected, with its reason."""
+    """The tables of verdicts, faults of quiet controls, what is better or worse than expected."""
     if not results:
         return []
-    lines = plain_table(results).splitlines()
+    lines = plain_tables(results).splitlines()
+    lines += quiet_faults(results)
     return lines + [r.explain() for r in results if r.comparison != "as expected"]

@@ -105,7 +105,7 @@ def test_tolerance_by_fidelity_and_by_the_coarser_dtype(tmp_path: Path) -> None:
         (
             "schema: 1\nsnapshot: x\ncolour: red\n",
             "case.yaml: colour: found an unknown key, expected one of schema, snapshot, quiet, "
-            "note, thresholds, tolerance, needs, expected, provenance",
+            "note, thresholds, tolerance, needs, expected, provenance, sha256",
         ),
         (
             "schema: 1\nsnapshot: x\ntolerance: {float32: {value: 1e-5, reason: r}}\n",

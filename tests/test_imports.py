@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "replay_lib"
 
 #: From the ground up: a room imports only from rooms in lines above its own, or from its own line.
 ROOMS = [
-    "errors layout exit_codes",
+    "errors layout exit_codes writing",
     "batch routing microbatch packing",
     "loss",
     "snapshot",
@@ -23,9 +23,9 @@ ROOMS = [
     "engine",
     "detect noise rule",
     "recorder",
-    "verdict",
+    "verdict digests",
     "case",
-    "devices",
+    "devices case_files",
     "record",
     "quiet",
     "run",

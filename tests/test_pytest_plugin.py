@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -38,13 +39,23 @@ class Suite:
     def engine(self, install: str) -> None:
         self.pytester.makeconftest(f"import fake_engine\n{install}\n")
 
-    def case(self, name: str, more: str = ALL_AS_EXPECTED, snapshot: Path = SNAPSHOT) -> None:
+    def case(
+        self,
+        name: str,
+        more: str = ALL_AS_EXPECTED,
+        snapshot: Path = SNAPSHOT,
+        quiet: bool = False,
+        quiet_norm: float = 2.0,
+    ) -> None:
         directory = self.pytester.path / "spike_cases" / name
         directory.mkdir(parents=True)
         # one snapshot a case by name, so that the log tells them apart; the files are shared
         (directory / f"iter_{name}").mkdir()
         for file in snapshot.iterdir():
             (directory / f"iter_{name}" / file.name).symlink_to(file)
+        if quiet:
+            fake_engine.quiet_snapshot(directory / f"quiet_{name}", snapshot, quiet_norm)
+            more = f"quiet: quiet_{name}\n{more}"
         (directory / "case.yaml").write_text(f"schema: 1\nsnapshot: iter_{name}\n{more}\n")
 
     def run(self, *arguments: str) -> pytest.RunResult:
@@ -86,8 +97,58 @@ def test_each_case_is_opened_once(suite: Suite) -> None:
     suite.run().assert_outcomes(passed=12)
     assert suite.opened() == {"iter_a": 1, "iter_b": 1}
     events = [line.split()[1:] for line in suite.log.read_text().splitlines()]
-    kinds = [kind for kind, _ in events if kind != "run"]
+    kinds = [event[0] for event in events if event[0] in ("open", "close")]
     assert kinds == ["open", "close", "open", "close"]  # never two models at a time
+
+
+QUIET_SUITE = f"""{SUITE}
+def test_quiet_control(mitigation, quiet):
+    effect = quiet(mitigation)
+    assert not effect.red, effect.explain()
+"""
+
+
+def test_a_quiet_control_is_replayed_once_and_before_the_spike(suite: Suite) -> None:
+    suite.pytester.makepyfile(test_spikes=QUIET_SUITE)
+    suite.case("a", quiet=True)
+    suite.case("b")
+    result = suite.run()
+    result.assert_outcomes(passed=17, deselected=5)  # b has no quiet control
+    lines = [line.split(" ", 2)[1:] for line in suite.log.read_text().splitlines()]
+    opened = [Path(path).name for kind, path in lines if kind == "open"]
+    assert opened == ["quiet_a", "iter_a", "iter_b"]
+    kinds = [kind for kind, _ in lines if kind in ("open", "close")]
+    assert kinds == ["open", "close"] * 3
+    first = next(names for kind, names in lines if kind == "ask")
+    assert len(first.split()) == 6  # the baseline and all five methods at once
+    result.stdout.fnmatch_lines(["balance-negative-advantages * -75.0% *"])
+
+
+def test_only_what_runs_is_replayed_on_the_quiet_control(suite: Suite) -> None:
+    suite.pytester.makepyfile(test_spikes=QUIET_SUITE)
+    suite.case("a", quiet=True)
+    suite.run("-k", "quiet_control and disable").assert_outcomes(passed=1, deselected=10)
+    asked = [
+        line.split(" ", 2)[2] for line in suite.log.read_text().splitlines() if " ask " in line
+    ]
+    assert asked == ["baseline disable-routing-replay"]
+    suite.log.unlink()
+    suite.run("-k", "reproduction").assert_outcomes(passed=1, deselected=10)
+    assert suite.opened() == {"iter_a": 1}
+
+
+def test_a_quiet_control_that_is_a_spike_is_red(suite: Suite) -> None:
+    suite.engine("fake_engine.QUIET_NORMS['baseline'] = 4.0\nfake_engine.install()")
+    suite.pytester.makepyfile(test_spikes=QUIET_SUITE)
+    suite.case("a", quiet=True, quiet_norm=4.0)
+    result = suite.run("-n", "2")
+    result.assert_outcomes(passed=6, failed=5)
+    assert suite.opened() == {"quiet_a": 1, "iter_a": 1}
+    told = (
+        "the quiet control is itself a spike: its baseline is 1.899 x the median, above the "
+        "target 1.5"
+    )
+    result.stdout.fnmatch_lines([f"E  *{told}", f"a: {told}"])
 
 
 def test_each_case_is_opened_once_over_two_workers(suite: Suite) -> None:
@@ -128,9 +189,10 @@ def test_worse_than_expected_is_red_and_better_is_reported(suite: Suite) -> None
         [
             f"E  *{told}*",
             "*= spike replay =*",
-            "case * experiment * verdict * expected * fidelity",
-            "a * baseline * reproduced * as expected  * folded",
-            "a * balance-negative-advantages * partial * worse than pass *",
+            "a: folded, float32 on cpu",
+            "experiment * quiet * verdict",
+            "baseline * reproduced",
+            "balance-negative-advantages * partial (worse)",
             told,
             "a / replay-r3-on-loss-tokens-only: pass: * (better than expected: fail)",
         ]
@@ -140,7 +202,7 @@ def test_worse_than_expected_is_red_and_better_is_reported(suite: Suite) -> None
 def test_the_summary_is_the_same_from_two_workers(suite: Suite) -> None:
     suite.case("a")
     plain, spread = (
-        [line for line in suite.run(*how).outlines if line.startswith("a  ")]
+        [line for line in suite.run(*how).outlines if re.match(r"[a-z]\S+  +\d", line)]
         for how in ((), ("-n", "2"))
     )
     assert len(plain) == 6

@@ -9,7 +9,7 @@ import pytest
 
 from replay_lib import run
 from replay_lib.case import Case
-from replay_lib.errors import EngineError, SnapshotError
+from replay_lib.errors import CaseError, EngineError, SnapshotError
 from replay_lib.run import ReplayOptions
 from replay_lib.suite import Sessions
 
@@ -67,3 +67,48 @@ def test_a_worker_that_died_is_replaced_for_the_next_method(sessions, monkeypatc
         sessions.replay("disable-routing-replay", "baseline", "cpu")
     assert sessions.replay("baseline", "baseline", "cpu").verdict == "reproduced"
     assert len(seen) == 2
+
+
+METHODS = ("balance-negative-advantages", "disable-routing-replay")
+
+
+@pytest.fixture
+def with_quiet(tmp_path) -> Case:
+    quiet = fake_engine.quiet_snapshot(tmp_path / "quiet", PLAIN)
+    return Case(name="c", snapshot=PLAIN, quiet=quiet)
+
+
+def test_the_quiet_control_serves_all_methods_in_one_session(with_quiet, monkeypatch):
+    seen = opened(monkeypatch, fake_engine.FakeEngine)
+    sessions = Sessions(with_quiet, ReplayOptions(), METHODS)
+    assert sessions.replay("baseline", "baseline", "cpu").side_effect.verdict == "not_a_spike"
+    for name in METHODS:
+        effect = sessions.side_effect(name, "cpu")
+        assert sessions.replay(name, "baseline", "cpu").side_effect == effect
+    assert [path.name for path in seen] == ["quiet", "iter_0000085"]
+
+
+def test_a_side_effect_alone_does_not_replay_the_spike(with_quiet, monkeypatch):
+    seen = opened(monkeypatch, fake_engine.FakeEngine)
+    effect = Sessions(with_quiet, ReplayOptions(), METHODS).side_effect(METHODS[1], "cpu")
+    assert effect.change == pytest.approx(0.05)
+    assert [path.name for path in seen] == ["quiet"]
+
+
+def test_a_worker_that_died_leaves_the_side_effects(with_quiet, monkeypatch):
+    def engine(snapshot, options):
+        kind = fake_engine.FakeEngine if "quiet" in snapshot.name else DyingEngine
+        return kind(snapshot, options)
+
+    seen = opened(monkeypatch, engine)
+    sessions = Sessions(with_quiet, ReplayOptions(), METHODS)
+    with pytest.raises(EngineError):
+        sessions.replay("disable-routing-replay", "baseline", "cpu")
+    result = sessions.replay("balance-negative-advantages", "baseline", "cpu")
+    assert result.side_effect.change == pytest.approx(-0.75)
+    assert [path.name for path in seen] == ["quiet", "iter_0000085", "iter_0000085"]
+
+
+def test_a_side_effect_of_a_case_without_a_quiet_control(sessions):
+    with pytest.raises(CaseError, match="quiet: found none for disable-routing-replay, expected a"):
+        sessions.side_effect("disable-routing-replay", "cpu")

@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from replay_lib.record.result import Result
-from replay_lib.record.table import reproduction_table, rich_table
+from replay_lib.record.result import Result, quiet_faults
+from replay_lib.record.table import by_case, reproduction_table, rich_table
 from replay_lib.run import Replayed
 
 
@@ -32,13 +32,16 @@ def replayed_document(replayed: Replayed, seconds: float) -> dict[str, Any]:
 
 
 def print_replayed(replayed: Replayed, console: Console) -> None:
-    """Recorded against replayed norms, the table of verdicts, and every reason."""
+    """Recorded against replayed norms, a table of verdicts a case, and every reason."""
     results = replayed.results
     console.print(reproduction_table(results), markup=False)
-    console.print()
-    console.print(rich_table(results))
-    for result in results:
-        console.print(f"- {result.explain()}", markup=False, soft_wrap=True)
+    for line, group in by_case(results):
+        console.print(f"\n{line}", style="bold", markup=False)
+        console.print(rich_table(group))
+        for result in group:
+            console.print(f"- {result.explain()}", markup=False, soft_wrap=True)
+    for told in quiet_faults(results):
+        console.print(told, style="bold red", markup=False, soft_wrap=True)
     for one in replayed.refused:
         text = f"refused: {one.case} / {one.experiment}: {one.error}"
         console.print(text, style="red", markup=False, soft_wrap=True)

@@ -7,9 +7,7 @@ generated. A mitigation without a card, or a card without a mitigation, is an er
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +19,7 @@ from replay_lib.patch import Mitigation
 from replay_lib.record.result import Result
 from replay_lib.record.table import COLUMNS
 from replay_lib.rule import Status
+from replay_lib.writing import replace_file
 
 SECTIONS = ("Description", "Status", "Published evidence", "Patch", "Our results")
 BLOCK_START = "<!-- results: generated, do not edit -->"
@@ -117,7 +116,7 @@ def update_cards(
     if not index.is_file() or index.read_text(encoding="utf-8") != texts[index]:
         changed.append(index)
     for file in changed:
-        _write(file, texts[file])
+        replace_file(file, texts[file].encode("utf-8"))
     return changed
 
 
@@ -189,18 +188,3 @@ def _with_block(card: Card, inside: str) -> Card:
     block = f"{BLOCK_START}\n{inside}\n{BLOCK_END}"
     # a function as replacement: backslashes in a table are no escapes
     return Card(card.slug, card.file, _BLOCK.sub(lambda _: block, card.text))
-
-
-def _write(file: Path, text: str) -> None:
-    """Beside the file, flushed, then renamed: a killed process leaves the old or the new text."""
-    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(text)
-            out.flush()
-            os.fsync(out.fileno())
-        Path(temporary).chmod(0o644)  # mkstemp's files are private, a card is not
-        Path(temporary).replace(file)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from pydantic import ValidationError
 
 from replay_lib.errors import UsageError, fault
 from replay_lib.record.result import Result
+from replay_lib.writing import replace_file
 
 _DERIVED = ("comparison", "status", "red", "quiet_fault")
 LOCK_SECONDS = 60  # an append takes milliseconds; a minute of waiting means a stuck writer
@@ -29,14 +28,14 @@ def append_results(path: str | Path, results: Sequence[Result]) -> None:
             raise UsageError(
                 fault(file, "last line", "no newline at its end", "whole lines of JSON")
             )
-        _replace(file, before + _lines(results))
+        replace_file(file, before + _lines(results))
 
 
 def write_results(path: str | Path, results: Sequence[Result]) -> None:
     """Put ``results`` in place of whatever ``path`` held."""
     file = Path(path)
     with _locked(file):
-        _replace(file, _lines(results))
+        replace_file(file, _lines(results))
 
 
 def read_results(path: str | Path) -> list[Result]:
@@ -75,17 +74,3 @@ def _locked(file: Path) -> Iterator[None]:
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(file.with_name(f".{file.name}.lock"), timeout=LOCK_SECONDS):
         yield
-
-
-def _replace(file: Path, content: bytes) -> None:
-    """Write beside ``file``, flush to the disk, then rename: the old state or the new one."""
-    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    try:
-        with os.fdopen(handle, "wb") as out:
-            out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
-        Path(temporary).replace(file)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from tabulate import tabulate
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 NOT_FULL = "not full-fidelity"
+#: A case's table stays under 120 columns: the longest built-in slug and a verdict with one flag
+#: fit beside the numbers, what is longer is folded.
+WIDEST = {"experiment": 39, "verdict": 20}
 
 
 def _number(value: float | None, spec: str) -> str:
@@ -26,9 +31,21 @@ def _experiment(result: Result) -> str:
     return f"{result.experiment} against {result.against}"
 
 
+def _flags(result: Result) -> list[str]:
+    return [str(flag) for flag in result.flags if str(flag) != str(result.verdict)]
+
+
+def _with_remarks(result: Result, remarks: Sequence[str]) -> str:
+    return f"{result.verdict} ({', '.join(remarks)})" if remarks else str(result.verdict)
+
+
 def _verdict(result: Result) -> str:
-    others = [flag for flag in result.flags if str(flag) != str(result.verdict)]
-    return f"{result.verdict} ({', '.join(others)})" if others else str(result.verdict)
+    return _with_remarks(result, _flags(result))
+
+
+def _verdict_and_comparison(result: Result) -> str:
+    unexpected = [] if result.comparison == "as expected" else [result.comparison]
+    return _with_remarks(result, _flags(result) + unexpected)
 
 
 def _expected(result: Result) -> str:
@@ -41,44 +58,115 @@ def _fidelity(result: Result) -> str:
     return f"{result.fidelity}: {NOT_FULL}" if result.fidelity == "reduced" else result.fidelity
 
 
+def _carried(result: Result) -> str:
+    ratio = next((one.ratio for one in result.old if one.old == "carried"), None)
+    return _number(ratio, ".3f")
+
+
+def _reduction(result: Result) -> str:
+    """That of the treatment of old log-probabilities which counted."""
+    if result.is_baseline:
+        return "-"
+    return _number(result.old[0].reduction if result.old else result.reduction, ".1%")
+
+
 def _retained(result: Result) -> str:
-    return "-" if result.retained is None else f"{result.retained.smallest:.0%}"
+    """The smallest share under any treatment of old log-probabilities: it may be what counted."""
+    kept = [one for one in (result.retained, *(o.retained for o in result.old)) if one is not None]
+    return f"{min(one.smallest for one in kept):.0%}" if kept else "-"
 
 
-COLUMNS: tuple[tuple[str, Callable[[Result], str]], ...] = (
-    ("case", lambda r: r.case),
-    ("experiment", _experiment),
+def _quiet(result: Result) -> str:
+    """The larger one of both changes of the quiet control's norm."""
+    if result.side_effect is None:
+        return "-"
+    if result.side_effect.red:
+        return "RED"
+    return "-" if result.is_baseline else _number(result.side_effect.largest_change, "+.1%")
+
+
+Columns = tuple[tuple[str, Callable[[Result], str]], ...]
+
+_FIGURES: Columns = (
     ("grad norm", lambda r: _number(r.grad_norm_preclip, ".6g")),
     ("ratio", lambda r: _number(r.ratio, ".3f")),
-    ("reduction", lambda r: "-" if r.is_baseline else _number(r.reduction, ".1%")),
+    ("carried", _carried),
+    ("reduction", _reduction),
     ("retained", _retained),
+    ("quiet", _quiet),
+)
+#: One table for all cases, for documents.
+COLUMNS: Columns = (
+    ("case", lambda r: r.case),
+    ("experiment", _experiment),
+    *_FIGURES,
     ("verdict", _verdict),
     ("expected", _expected),
     ("fidelity", _fidelity),
+)
+#: One table a case, under a line that names it.
+CASE_COLUMNS: Columns = (
+    ("experiment", _experiment),
+    *_FIGURES,
+    ("verdict", _verdict_and_comparison),
 )
 
 _GREEN = (Verdict.REPRODUCED, Verdict.PASS)
 _YELLOW = (Verdict.PARTIAL, Verdict.INCONCLUSIVE, Verdict.NOT_APPLICABLE)
 
 
-def plain_table(results: Sequence[Result], tablefmt: str = "simple") -> str:
-    """The table as text; ``tablefmt`` is one of tabulate's ("github" for documents)."""
-    rows = [[cell(result) for _, cell in COLUMNS] for result in results]
-    headers = [title for title, _ in COLUMNS]
+def case_line(result: Result) -> str:
+    """What the results of one case in one session have in common."""
+    return f"{result.case}: {_fidelity(result)}, {result.dtype} on {result.device}"
+
+
+def by_case(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
+    """Neighbouring results that have their :func:`case_line` in common."""
+    return ((line, list(group)) for line, group in groupby(results, case_line))
+
+
+def document_table(results: Sequence[Result]) -> str:
+    """One table for all cases, in Markdown."""
+    headers, *rows = _cells(results, COLUMNS)
     # numbers stay as they were formatted: aligned text, nothing parsed again
-    return tabulate(rows, headers=headers, tablefmt=tablefmt, disable_numparse=True)
+    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def plain_tables(results: Sequence[Result]) -> str:
+    """A line and a table a case as text, under 120 columns wide."""
+    return "\n\n".join(f"{line}\n{_plain(group)}" for line, group in by_case(results))
+
+
+def _plain(results: Sequence[Result]) -> str:
+    cells = _cells(results, CASE_COLUMNS)
+    folded = [
+        [_fold(title, text) for title, text in zip(cells[0], row, strict=True)] for row in cells
+    ]
+    # titles as a row: tabulate makes its own two columns wider than they are
+    lines = tabulate(folded, tablefmt="simple", disable_numparse=True).splitlines()
+    return "\n".join([lines[1], lines[0], *lines[2:-1]])
+
+
+def _cells(results: Sequence[Result], columns: Columns) -> list[list[str]]:
+    titles = [title for title, _ in columns]
+    return [titles, *([cell(result) for _, cell in columns] for result in results)]
+
+
+def _fold(title: str, text: str) -> str:
+    width = WIDEST.get(title)
+    return text if width is None else "\n".join(textwrap.wrap(text, width))
 
 
 def rich_table(results: Sequence[Result], title: str | None = None) -> Table:
-    """The same table for a terminal; a row that is worse than expected is red."""
+    """The table of one case for a terminal; a row that is worse than expected is red."""
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, header_style="bold")
-    for name, _ in COLUMNS:
-        table.add_column(name, overflow="fold")
+    table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
+    for name, _ in CASE_COLUMNS:
+        table.add_column(name, overflow="fold", max_width=WIDEST.get(name))
     for result in results:
-        cells = [Text(cell(result)) for _, cell in COLUMNS]
+        cells = [Text(cell(result)) for _, cell in CASE_COLUMNS]
         table.add_row(*cells, style=_style(result))
     return table
 
@@ -103,7 +191,7 @@ def reproduction_table(results: Sequence[Result]) -> str:
 
 
 def _style(result: Result) -> str:
-    if result.red:
+    if result.red or result.quiet_fault:
         return "red"
     if result.verdict in _GREEN:
         return "green"

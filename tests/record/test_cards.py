@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 from pathlib import Path
 
@@ -16,7 +17,6 @@ from replay_lib.errors import PatchError
 from replay_lib.loss import GrpoSettings
 from replay_lib.methods import load_methods
 from replay_lib.patch import Patch, Seam
-from replay_lib.record import cards as cards_module
 from replay_lib.record.cards import (
     BLOCK_END,
     BLOCK_START,
@@ -187,12 +187,15 @@ def test_results_are_rendered_into_the_card_and_the_index(folder):
     assert block_of(folder / f"{slug}.md").splitlines() == [
         "Status: proven (1 of 1 recorded).",
         "",
-        "| case   | experiment                     | grad norm   | ratio   | reduction   "
-        "| retained   | verdict   | expected    | fidelity   | dtype   | device   | date       |",
-        "|--------|--------------------------------|-------------|---------|-------------"
-        "|------------|-----------|-------------|------------|---------|----------|------------|",
-        "| a-case | enable-token-mismatch-tis-max2 | 1.25        | 1.250   | 75.0%       "
-        "| 80%        | pass      | as expected | folded     | float32 | cpu      | 2030-01-02 |",
+        "| case   | experiment                     | grad norm   | ratio   | carried   "
+        "| reduction   | retained   | quiet   | verdict   | expected    | fidelity   | dtype   "
+        "| device   | date       |",
+        "|--------|--------------------------------|-------------|---------|-----------"
+        "|-------------|------------|---------|-----------|-------------|------------|---------"
+        "|----------|------------|",
+        "| a-case | enable-token-mismatch-tis-max2 | 1.25        | 1.250   | -         "
+        "| 75.0%       | 80%        | -       | pass      | as expected | folded     | float32 "
+        "| cpu      | 2030-01-02 |",
     ]
     cards = read_cards(folder)
     assert cards[slug].status == "proven"
@@ -258,7 +261,7 @@ def test_a_killed_writer_leaves_the_old_card(folder, monkeypatch):
     def dies(_handle):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cards_module.os, "fsync", dies)
+    monkeypatch.setattr(os, "fsync", dies)
     with pytest.raises(KeyboardInterrupt):
         update_cards([make_result()], METHODS, folder)
     assert {f.name: f.read_bytes() for f in folder.iterdir()} == before

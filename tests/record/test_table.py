@@ -4,19 +4,38 @@ from __future__ import annotations
 
 import io
 
-from make_results import some_results
+from make_results import KEPT, outcome, result, some_results
 from rich.console import Console
 from syrupy.assertion import SnapshotAssertion
 
-from replay_lib.record.table import COLUMNS, plain_table, reproduction_table, rich_table
+from replay_lib.record.result import SideEffect
+from replay_lib.record.table import (
+    CASE_COLUMNS,
+    document_table,
+    plain_tables,
+    reproduction_table,
+    rich_table,
+)
+from replay_lib.rule import Verdict
+
+CARRIED = {"grad_norm_preclip_carried": 5.0}
+EFFECT = SideEffect(
+    quiet_norm=2.1,
+    quiet_baseline_norm=2.0,
+    change=0.05,
+    verdict=Verdict.NOT_A_SPIKE,
+    reason="the baseline is 1.000 x the median already",
+    quiet_norm_carried=1.86,
+    change_carried=-0.07,
+)
 
 
-def test_plain_table(snapshot: SnapshotAssertion) -> None:
-    assert plain_table(some_results()) == snapshot
+def test_plain_tables(snapshot: SnapshotAssertion) -> None:
+    assert plain_tables(some_results()) == snapshot
 
 
 def test_document_table(snapshot: SnapshotAssertion) -> None:
-    assert plain_table(some_results(), "github") == snapshot
+    assert document_table(some_results()) == snapshot
 
 
 def test_reproduction_table(snapshot: SnapshotAssertion) -> None:
@@ -25,13 +44,49 @@ def test_reproduction_table(snapshot: SnapshotAssertion) -> None:
 
 def test_both_tables_show_the_same_cells() -> None:
     out = io.StringIO()
-    Console(file=out, width=400).print(rich_table(some_results(), "title"))
-    shown = out.getvalue()
-    for result in some_results():
-        for _, cell in COLUMNS:
-            assert cell(result) in shown
+    Console(file=out, width=119).print(rich_table(some_results(), "title"))
+    shown = [_words(line) for line in out.getvalue().splitlines()]
+    for one in some_results():
+        cells = " ".join(cell(one) for _, cell in CASE_COLUMNS[:-1])
+        assert any(line.startswith(cells) for line in shown), cells
+
+
+def _words(line: str) -> str:
+    return " ".join(line.split())
+
+
+def test_tables_stay_under_120_columns() -> None:
+    slug = "use-current-routing-for-first-moe-layer"
+    flagged = outcome(f"{slug}+enable-token-mismatch-tis-max2:clip_max=2.0", 2.5, **CARRIED)
+    results = [result(flagged), result(outcome(slug, 123.456, **CARRIED))]
+    results = [r.model_copy(update={"side_effect": EFFECT}) for r in results]
+    out = io.StringIO()
+    Console(file=out, width=160).print(rich_table(results))
+    for line in [*plain_tables(results).splitlines(), *out.getvalue().splitlines()]:
+        assert len(line.rstrip()) < 120, line
+
+
+def test_a_side_effect_is_the_larger_change_and_a_fault_is_red() -> None:
+    cell = dict(CASE_COLUMNS)["quiet"]
+    one = result(outcome("cap:at=2.0", 2.4, retained=KEPT))
+    assert cell(one) == "-"
+    assert cell(one.model_copy(update={"side_effect": EFFECT})) == "-7.0%"
+    spoiled = EFFECT.model_copy(update={"verdict": Verdict.NOT_REPRODUCED})
+    shown = one.model_copy(update={"side_effect": spoiled})
+    assert cell(shown) == "RED"
+    assert rich_table([shown]).rows[0].style == "red"
+
+
+def test_what_counted_under_carried_old_log_probabilities_is_shown() -> None:
+    lost = KEPT.model_copy(update={"dloss_dlogprob": 0.2})
+    one = result(outcome("x", 2.4, retained=KEPT, retained_carried=lost, **CARRIED))
+    cells = {title: cell(one) for title, cell in CASE_COLUMNS}
+    assert (cells["ratio"], cells["carried"]) == ("1.200", "2.500")
+    assert (cells["reduction"], cells["retained"]) == ("37.5%", "20%")
+    assert cells["verdict"] == "degenerate (old_sensitive, worse)"
 
 
 def test_a_reduced_replay_says_so_in_every_table() -> None:
     reduced = [r for r in some_results() if r.fidelity == "reduced"]
-    assert "not full-fidelity" in plain_table(reduced)
+    assert "not full-fidelity" in plain_tables(reduced)
+    assert "not full-fidelity" in document_table(reduced)

@@ -1,0 +1,68 @@
+"""sha256 of a case's files: what was embedded is what is replayed."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from replay_lib.errors import CaseError, fault
+
+THEN = "Restore the file; if the change is meant, seal the case anew (replay_lib.case_files.seal)"
+
+
+def digest_of(file: Path) -> str:
+    """sha256 in hex; a file that did not change is read once in a process."""
+    stat = file.stat()
+    return _read(file, stat.st_size, stat.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=4096)
+def _read(file: Path, _size: int, _mtime_ns: int) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def digests(root: Path, directories: Iterable[str]) -> dict[str, str]:
+    """Digests of all files under ``directories``, by their path relative to ``root``."""
+    return {
+        f"{directory}/{file.relative_to(root / directory).as_posix()}": digest_of(file)
+        for directory in directories
+        for file in _files(root / directory)
+    }
+
+
+def check_digests(case_file: Path, directories: Iterable[Path], stated: Mapping[str, str]) -> None:
+    """CaseError with every file that is altered, absent or not stated; ``stated`` empty: no check.
+
+    ``stated`` has the digests by path relative to ``case_file``'s directory, ``directories`` are
+    the snapshots, whose files it must name all. A large case is read at some 0.5 GB/s or more,
+    which is little beside loading it.
+    """
+    if not stated:
+        return
+    root = case_file.parent
+    listed = {_place(root / name): name for name in stated}
+    wrong = [
+        fault(case_file, f"sha256.{name}", found, stated[name], THEN)
+        for place, name in listed.items()
+        if (found := digest_of(place) if place.is_file() else "no such file") != stated[name]
+    ]
+    for directory in directories:
+        extra = [file for file in _files(directory) if _place(file) not in listed]
+        wrong += [
+            fault(case_file, "sha256", f"nothing about {file}", "every file of a snapshot", THEN)
+            for file in extra
+        ]
+    if wrong:
+        raise CaseError("\n".join(wrong))
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(file for file in directory.rglob("*") if file.is_file())
+
+
+def _place(file: Path) -> Path:
+    """One spelling of where a file lies; a link in the last part stays one."""
+    return file.parent.resolve() / file.name
