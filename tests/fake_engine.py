@@ -20,6 +20,8 @@ RECORDED = 8.441921403762574  # of the embedded case, median 2.1059
 LOG = "FAKE_ENGINE_LOG"
 #: Anything that is not named here takes the norm to 1.2 x the median.
 NORMS = {"baseline": RECORDED, "disable-routing-replay": 8.0, "balance-negative-advantages": 5.0}
+#: Smallest share of the signal that a method keeps, where it is not 0.9.
+RETAINED: dict[str, float] = {}
 REFUSED = "replay-r3-on-loss-tokens-only"
 #: On a quiet control, which is known by its directory's name; anything else leaves its norm.
 QUIET_NORMS = {"baseline": 2.0, "disable-routing-replay": 2.1, "balance-negative-advantages": 0.5}
@@ -82,7 +84,7 @@ def outcome(experiment: Experiment, quiet: bool = False) -> Outcome:
     norm = NORMS.get(experiment.name, 2.5)
     if quiet:
         norm = QUIET_NORMS.get(experiment.name, QUIET_NORMS["baseline"])
-    patched = bool(experiment.mitigations)
+    patched, kept = bool(experiment.mitigations), RETAINED.get(experiment.name, 0.9)
     return Outcome(
         experiment=experiment,
         grad_norm_preclip=norm,
@@ -91,7 +93,7 @@ def outcome(experiment: Experiment, quiet: bool = False) -> Outcome:
         denominator=10.0,
         param_norms={"w": norm},
         touched={Seam.SETTINGS: 1} if patched else {},
-        retained=Retained(tokens=1.0, advantage=1.0, dloss_dlogprob=0.9) if patched else None,
+        retained=Retained(tokens=1.0, advantage=1.0, dloss_dlogprob=kept) if patched else None,
         seconds=0.01,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -191,18 +192,80 @@ def test_one_refused_method_does_not_take_the_others_along(
     assert sum("run enable" in line for line in log) == 1
 
 
-@pytest.mark.usefixtures("fake")
-def test_demo(spike_replay: Any, tmp_path: Path) -> None:
+EXPECTING = """\
+schema: 1
+snapshot: iter_0000085
+quiet: quiet
+expected:
+  enable-token-mismatch-tis-max2: pass
+  use-current-routing-for-first-moe-layer: pass
+  replay-r3-on-loss-tokens-only: degenerate
+  balance-negative-advantages: partial
+  disable-routing-replay: fail
+  enable-token-mismatch-tis-max2:clip_max=1.5: pass
+"""
+
+
+@pytest.fixture
+def embedded(fake: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """One embedded case with a quiet control, one expected verdict of each kind, all to be met."""
+    monkeypatch.setitem(fake_engine.RETAINED, fake_engine.REFUSED, 0.1)
+    case = tmp_path / "cases" / "a-spike"
+    case.mkdir(parents=True)
+    (case / "iter_0000085").symlink_to(SNAPSHOT)
+    fake_engine.quiet_snapshot(case / "quiet", SNAPSHOT)
+    (case / "case.yaml").write_text(EXPECTING)
+    monkeypatch.setattr("replay_lib.demo.builtin_cases", lambda: tmp_path / "cases")
+    return case
+
+
+def test_demo(spike_replay: Any, embedded: Path, tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     ran = spike_replay("demo", "--results", file)
+    assert ran.code == 0
     for method in run.RECORDED_METHODS:
-        assert f"axrl-plain-step85 / {method}: " in ran.out
+        assert f"a-spike / {method}: " in ran.out
     assert "recorded norm    replayed norm" in ran.out
-    assert "the mechanism, not a method's worth" in ran.out
+    assert "\na-spike: folded, float32 on cpu\n" in ran.out
+    lines = {line.split()[0]: line.split() for line in ran.out.splitlines() if "%" in line}
+    assert lines["balance-negative-advantages"][-2:] == ["-75.0%", "partial"]
+    assert lines["disable-routing-replay"][-2:] == ["+5.0%", "fail"]
     assert f"Results: {file}. It took " in ran.out
-    assert [r.experiment for r in read_results(file)] == ["baseline", *run.RECORDED_METHODS]
+    # a method that the case alone expects something of is replayed too
+    asked = ["baseline", *run.RECORDED_METHODS, "enable-token-mismatch-tis-max2:clip_max=1.5"]
+    assert [r.experiment for r in read_results(file)] == asked
     document = spike_replay("demo", "--results", file, "--json").document
     assert document["file"] == str(file)
+    effect = document["results"][4]["side_effect"]
+    assert (effect["quiet_norm"], effect["quiet_baseline_norm"]) == (0.5, 2.0)
+    assert (effect["change"], effect["verdict"]) == (-0.75, "not_a_spike")
+
+
+@pytest.mark.parametrize("method", run.RECORDED_METHODS)
+def test_demo_is_red_where_a_verdict_is_worse_than_expected(
+    spike_replay: Any, embedded: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(fake_engine.NORMS, method, float("nan"))
+    ran = spike_replay("demo", "--results", tmp_path / "results.jsonl")
+    assert ran.code == ExitCode.RED
+    assert f"a-spike / {method}: non_finite: " in ran.out
+
+
+def test_demo_is_red_where_the_quiet_control_is_a_spike(
+    spike_replay: Any, embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(fake_engine.QUIET_NORMS, "baseline", 4.0)
+    shutil.rmtree(embedded / "quiet")
+    fake_engine.quiet_snapshot(embedded / "quiet", SNAPSHOT, 4.0)
+    ran = spike_replay("demo", "--results", tmp_path / "results.jsonl")
+    assert ran.code == ExitCode.RED
+    assert ran.out.count("a-spike: the quiet control is itself a spike: its baseline is") == 1
+    assert " RED " in ran.out
+
+
+@pytest.mark.usefixtures("fake")
+def test_an_invented_median_is_told(spike_replay: Any) -> None:
+    assert "the mechanism, not a method's worth" in spike_replay("replay", CASE).out
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from replay_lib.pytest_plugin import Replay
+from replay_lib.pytest_plugin import Quiet, Replay
 
 
 def test_reproduction(replay: Replay) -> None:
@@ -15,6 +15,17 @@ def test_reproduction(replay: Replay) -> None:
 def test_mitigation(replay: Replay, mitigation: str) -> None:
     result = replay(mitigation)
     assert not result.red, result.explain()
+
+
+def test_quiet_control(quiet: Quiet, mitigation: str) -> None:
+    effect = quiet(mitigation)
+    assert not effect.red, effect.explain()
+
+
+@pytest.mark.gpu
+def test_quiet_control_on_gpu(quiet: Quiet, mitigation: str) -> None:
+    effect = quiet(mitigation)
+    assert not effect.red, effect.explain()
 
 
 @pytest.mark.gpu
