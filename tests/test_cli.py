@@ -225,7 +225,7 @@ def test_demo(spike_replay: Any, embedded: Path, tmp_path: Path) -> None:
     assert ran.code == 0
     for method in run.RECORDED_METHODS:
         assert f"a-spike / {method}: " in ran.out
-    assert "recorded norm    replayed norm" in ran.out
+    assert "recorded norm  replayed norm" in ran.out
     assert "\na-spike: folded, float32 on cpu\n" in ran.out
     lines = {line.split()[0]: line.split() for line in ran.out.splitlines() if "%" in line}
     assert lines["balance-negative-advantages"][-2:] == ["-75.0%", "partial"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -9,13 +10,14 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from replay_lib.case import CaseFile
+from replay_lib.case import Case, CaseFile
 from replay_lib.cli import commands
 from replay_lib.exit_codes import MEANINGS
 from replay_lib.methods import load_methods
-from replay_lib.record.result import Result
+from replay_lib.record.result import Result, SideEffect
+from replay_lib.record.table import CASE_COLUMNS, case_line, reproduction_table
 from replay_lib.rule import Flag, Verdict
-from replay_lib.run import RECORDED_METHODS
+from replay_lib.run import RECORDED_METHODS, ReplayOptions, parse_experiments, replay_case
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -35,7 +37,8 @@ def test_every_command_and_option_it_names_exists():
     known = get_command(commands.app).commands
     named = set(re.findall(r"spike-replay (\w+)", README))
     assert named | {"demo"} == set(known)  # the demonstration is told as make demo
-    options = {o for command in known.values() for p in command.params for o in p.opts}
+    nested = [c for group in known.values() for c in getattr(group, "commands", {}).values()]
+    options = {o for command in [*known.values(), *nested] for p in command.params for o in p.opts}
     plugin = (ROOT / "replay_lib/pytest_plugin.py").read_text()
     for option in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)):
         assert option in options or f'"{option}"' in plugin, option
@@ -52,7 +55,33 @@ def test_every_verdict_and_every_key_of_a_result_is_explained():
 
 def test_its_case_file_is_a_case_file():
     (text,) = blocks("yaml")
-    assert CaseFile.model_validate(yaml.safe_load(text)).expected
+    read = CaseFile.model_validate(yaml.safe_load(text))
+    assert read.expected and read.quiet and read.provenance.command
+
+
+def test_its_tests_are_those_of_this_suite():
+    (source,) = [b for b in blocks("python") if "def test_" in b]
+    own = ast.parse((ROOT / "tests/test_spike_cases.py").read_text())
+    bodies = {f.name: ast.unparse(f.body) for f in own.body if isinstance(f, ast.FunctionDef)}
+    told = [f for f in ast.parse(source).body if isinstance(f, ast.FunctionDef)]
+    assert [f.name for f in told] == ["test_mitigation", "test_quiet_control"]
+    for function in told:
+        assert ast.unparse(function.body) == bodies[function.name]
+
+
+def test_its_way_to_seal_a_case_works(tmp_path):
+    (line,) = [x for x in README.splitlines() if "case_files" in x and "python -c" in x]
+    code = line.split("'")[1].replace("spike_cases/NAME", str(tmp_path))
+    (tmp_path / "iter_0000085").mkdir()
+    (tmp_path / "iter_0000085" / "file").touch()
+    (tmp_path / "case.yaml").write_text("schema: 1\nsnapshot: iter_0000085\n")
+    exec(code, {})
+    assert list(Case.load(tmp_path).sha256) == ["iter_0000085/file"]
+
+
+def test_every_key_of_a_side_effect_it_names_exists():
+    named = README.split("case's quiet control: ")[1].split(".\n")[0]
+    assert set(re.findall(r"`(\w+)`", named)) <= set(SideEffect.model_fields)
 
 
 def test_its_mitigation_loads_from_a_directory(tmp_path):
@@ -66,20 +95,22 @@ def test_its_mitigation_loads_from_a_directory(tmp_path):
 def test_its_transcript_has_the_recorded_methods():
     table = README.split("<!-- transcript -->")[1].split("```")[1]
     assert [line.split()[0] for line in table.splitlines()[-5:]] == list(RECORDED_METHODS)
+    titles = next(line for line in table.splitlines() if line.startswith("experiment"))
+    assert [x.strip() for x in re.split(r"\s{2,}", titles)] == [name for name, _ in CASE_COLUMNS]
 
 
 @pytest.mark.xdist_group("engine-plain")
-def test_the_figures_of_its_transcript_come_out(tmp_path):
-    from replay_lib.demo import run_demo
-    from replay_lib.record.table import reproduction_table
-    from replay_lib.run import ReplayOptions
-
-    replayed = run_demo(ReplayOptions(device="cpu"), tmp_path / "r.jsonl", lambda _step: None)
+def test_the_figures_of_its_transcript_come_out():
     table = README.split("<!-- transcript -->")[1].split("```")[1]
-    assert reproduction_table(replayed.results).splitlines()[-1] in table
-    for result in replayed.results:
-        (line,) = [x for x in table.splitlines() if x.startswith(result.experiment)]
-        words = line.split()
-        assert words[-1] == result.verdict
+    name = "axrl-plain-step85"
+    experiments = parse_experiments(RECORDED_METHODS, "baseline", load_methods())
+    case = Case.load(ROOT / "spike_cases" / name)
+    results = replay_case(case, experiments, ReplayOptions(device="cpu")).results
+    assert reproduction_table(results).splitlines()[-1] in table
+    own = table.split(f"{case_line(results[0])}\n")[1].split("\n\n")[0]
+    for result in results:
+        (line,) = [x for x in own.splitlines() if x.startswith(result.experiment)]
+        shown = re.split(r"\s{2,}", line)
         # six figures are shown; the last one may differ between builds of torch
-        assert float(words[1]) == pytest.approx(result.grad_norm_preclip, rel=1e-5)
+        assert float(shown[1]) == pytest.approx(result.grad_norm_preclip, rel=1e-5)
+        assert shown[4:] == [cell(result) for _, cell in CASE_COLUMNS[4:]]

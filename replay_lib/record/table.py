@@ -139,11 +139,14 @@ def plain_tables(results: Sequence[Result]) -> str:
 
 def _plain(results: Sequence[Result]) -> str:
     cells = _cells(results, CASE_COLUMNS)
-    folded = [
-        [_fold(title, text) for title, text in zip(cells[0], row, strict=True)] for row in cells
-    ]
-    # titles as a row: tabulate makes its own two columns wider than they are
-    lines = tabulate(folded, tablefmt="simple", disable_numparse=True).splitlines()
+    return _narrow(
+        [[_fold(title, text) for title, text in zip(cells[0], row, strict=True)] for row in cells]
+    )
+
+
+def _narrow(rows: Sequence[Sequence[str]]) -> str:
+    """Text with the first of ``rows`` as titles; tabulate would make them two columns wider."""
+    lines = tabulate(rows, tablefmt="simple", disable_numparse=True).splitlines()
     return "\n".join([lines[1], lines[0], *lines[2:-1]])
 
 
@@ -186,8 +189,8 @@ def reproduction_table(results: Sequence[Result]) -> str:
         for r in results
         if r.is_baseline
     ]
-    headers = ["case", "recorded norm", "replayed norm", "relative difference"]
-    return tabulate(rows, headers=[*headers, "fidelity", "dtype", "device"], disable_numparse=True)
+    titles = ["case", "recorded norm", "replayed norm", "relative difference"]
+    return _narrow([[*titles, "fidelity", "dtype", "device"], *rows])
 
 
 def _style(result: Result) -> str:
