@@ -2,7 +2,7 @@
 
     python benchmarks/zoo.py [--home DIR] [--seeds 1,2,3] [--kinds KIND,...]
 
-Every finished seed is written to ``benchmarks/results/zoo.json`` at once; what is there already is
+Every finished kind is written to ``benchmarks/results/zoo.json`` at once; what is there already is
 not made again. The seeds below were fixed before the first run. The norms are those of the CPU that
 this ran on: the same seed gives the same norm on the same platform.
 """
@@ -11,48 +11,56 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
 
 from environment import environment
+from zoo_table import RESULTS
 
-from replay_lib.engine.protocol import Experiment, Outcome
-from replay_lib.engine.session import ReplaySession
-from replay_lib.run import RECORDED_METHODS
+from replay_lib.case import Case
+from replay_lib.engine.protocol import Experiment
+from replay_lib.record.result import Result
+from replay_lib.run import RECORDED_METHODS, ReplayOptions, replay_case
 from replay_lib.zoo import KINDS, make_spikes
 
 SEEDS = (1, 2, 3)
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks/results/zoo.json"
 
 #: Besides the recorded ones: the pair for wrong routes in the first layer.
 EXTRA = ("use-current-routing-for-first-moe-layer+enable-token-mismatch-tis-max2",)
 METHODS = (*RECORDED_METHODS, *EXTRA)
 
 
-def replay_row(snapshot: Path, median: float) -> dict[str, Any]:
-    """The baseline and every method on one snapshot, in one session."""
-    experiments = [Experiment.baseline(), *map(Experiment.parse, METHODS)]
-    with ReplaySession.open(snapshot, device="cpu", precision="float32") as session:
-        baseline, *others = session.run_many(experiments)
-    norm = baseline.grad_norm_preclip
+def replay_row(snapshot: Path) -> dict[str, Any]:
+    """The baseline and every method on one snapshot, in one session, judged."""
+    experiments = [Experiment.parse(name) for name in METHODS]
+    case = Case.from_snapshot(snapshot)
+    options = ReplayOptions(device="cpu", precision="float32")
+    replayed = replay_case(case, experiments, options, lambda step: None)
+    assert not replayed.refused, replayed.refused
+    baseline, *others = replayed.results
     return {
-        "replayed_norm": norm,
-        "methods": {o.experiment.name: _figures(o, norm, median) for o in others},
+        "replayed_norm": baseline.grad_norm_preclip,
+        "baseline": str(baseline.verdict),
+        "methods": {r.experiment: _figures(r) for r in others},
     }
 
 
-def _figures(outcome: Outcome, baseline: float, median: float) -> dict[str, Any]:
-    carried = outcome.grad_norm_preclip_carried
-    norms = {"stored": outcome.grad_norm_preclip, "carried": carried}
-    figures: dict[str, Any] = {
-        "ratio": {old: n / median for old, n in norms.items() if n is not None},
-        "reduction": {old: 1 - n / baseline for old, n in norms.items() if n is not None},
+def _figures(result: Result) -> dict[str, Any]:
+    """The verdict, and per treatment of the old log-probabilities ratio, reduction, retained."""
+    treated = {old.old: old for old in result.old} or {"stored": result}
+    return {
+        "verdict": str(result.verdict),
+        "flags": [str(flag) for flag in result.flags],
+        "ratio": {name: one.ratio for name, one in treated.items()},
+        "reduction": {name: one.reduction for name, one in treated.items()},
+        "retained": {
+            name: one.retained.smallest
+            for name, one in treated.items()
+            if one.retained is not None and math.isfinite(one.retained.smallest)
+        },
     }
-    kept = {"stored": outcome.retained, "carried": outcome.retained_carried}
-    figures["retained"] = {old: r.smallest for old, r in kept.items() if r is not None}
-    return figures
 
 
 def run_seed(seed: int, kinds: list[str], home: Path, document: dict[str, Any]) -> None:
@@ -73,7 +81,7 @@ def run_seed(seed: int, kinds: list[str], home: Path, document: dict[str, Any]) 
         row = {name: report[name] for name in names}
         row["largest_quiet_ratio"] = max(report["norms"][10:50]) / report["median"]
         if report["snapshot"] is not None:
-            row |= replay_row(made / kind / report["snapshot"], report["median"])
+            row |= replay_row(made / kind / report["snapshot"])
         rows.append(row)
         _save(document)
         _tell(f"{kind} seed {seed}: {row['ratio']:.2f} x median")

@@ -13,7 +13,7 @@ from replay_lib.engine.protocol import Experiment
 from replay_lib.engine.session import ReplaySession
 from replay_lib.errors import EngineError, UsageError
 from replay_lib.snapshot import load_settings, open_snapshot
-from replay_lib.zoo import make_spike, make_spikes
+from replay_lib.zoo import make, make_spike, make_spikes
 from replay_lib.zoo.recipe import ORDINARY, UNCLIPPED, Grpo, Recipe
 
 pytestmark = pytest.mark.xdist_group("zoo-tiny")
@@ -90,6 +90,7 @@ def test_the_same_seed_gives_the_same_norm_and_another_seed_another(made, tmp_pa
     assert other["norm"] != report["norm"]
 
 
+@pytest.mark.slow
 def test_a_base_run_is_made_once(made, tmp_path):
     told = []
     cache = made.home / "cache"
@@ -120,7 +121,10 @@ def test_a_directory_with_something_in_it_is_refused(tmp_path):
     )
 
 
-def test_what_the_process_says_last_is_told_where_it_dies(tmp_path):
-    broken = TINY.model_copy(update={"grpo": TINY.grpo.model_copy(update={"longest": 0})})
-    with pytest.raises(EngineError, match="the zoo's process ended with status 1"):
-        make_spike("poisoned-row", seed=1, out=tmp_path / "x", cache=tmp_path, recipe=broken)
+def test_what_the_process_says_last_is_told_where_it_dies(tmp_path, monkeypatch):
+    monkeypatch.setattr(make, "WORKER", "replay_lib.zoo.no_such_worker")
+    with pytest.raises(EngineError) as error:
+        make_spike("poisoned-row", seed=1, out=tmp_path / "x", cache=tmp_path, recipe=TINY)
+    first, last = str(error.value).split("End of what it said:")
+    assert first == "the zoo's process ended with status 1. "
+    assert "No module named replay_lib.zoo.no_such_worker" in last
