@@ -274,6 +274,13 @@ class _Worker:
             self.process.wait(timeout=15)
 
     def _kill(self) -> None:
+        """End torchrun and its ranks, which it starts in process groups of their own."""
+        import psutil
+
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

@@ -9,8 +9,10 @@ ends the others.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -52,6 +54,7 @@ class Channel:
 def main() -> None:
     """Entry of ``python -m replay_lib.engine.worker`` under torchrun."""
     started = time.perf_counter()
+    _die_with_parent()
     channel = Channel(os.environ[CHANNEL], int(os.environ.get("RANK", "0")))
     try:
         _serve(channel, started)
@@ -59,6 +62,15 @@ def main() -> None:
         _leave_word(error)
         channel.send("error", answered=False, **_describe(error))
         raise
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to end this process when torchrun ends, however that happens.
+
+    A torchrun that is killed takes no leave of its ranks, and a rank that hangs would stay behind.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _leave_word(error: BaseException) -> None:

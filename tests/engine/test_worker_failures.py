@@ -40,6 +40,11 @@ def children_of(pid: int) -> list[int]:
     return [int(p) for p in listed.stdout.split()]
 
 
+def alive(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
 def test_a_killed_worker_is_one_error_with_the_end_of_its_log(plain_path):
     with ReplaySession.open(plain_path, device="cpu") as session:
         torchrun = session._worker.process.pid
@@ -53,9 +58,23 @@ def test_a_killed_worker_is_one_error_with_the_end_of_its_log(plain_path):
 
 def test_a_hanging_worker_is_ended_after_the_limit(faulty):
     with faulty("hang", silence_timeout_s=3) as session:
+        ranks = children_of(session._worker.process.pid)
         with pytest.raises(EngineError, match="said nothing for 3 s and was ended"):
             session.run(BASELINE)
         assert session._worker.process.poll() is not None
+        assert ranks and not any(alive(pid) for pid in ranks)
+
+
+def test_a_rank_does_not_outlive_its_torchrun(faulty):
+    with faulty("hang") as session:
+        torchrun = session._worker.process.pid
+        ranks = children_of(torchrun)
+        session._worker.send({"op": "run", "experiments": [BASELINE.model_dump(mode="json")]})
+        os.kill(torchrun, signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        while any(alive(pid) for pid in ranks) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert ranks and not any(alive(pid) for pid in ranks)
 
 
 def test_one_failing_rank_brings_the_others_down(faulty):
