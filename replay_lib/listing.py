@@ -45,6 +45,9 @@ def describe_snapshot(path: str | Path) -> dict[str, Any]:
         "routing_payloads_rank0": snapshot.routing_payload_count_rank0,
         "files": dict(snapshot.sizes),
         "bytes": snapshot.size,
+        "quiet": str(case.quiet) if case.quiet else None,
+        "provenance": case.provenance.model_dump(exclude_defaults=True) or None,
+        "sealed_files": len(case.sha256) or None,
         "note": case.note.strip() or None,
     }
 

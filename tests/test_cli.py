@@ -82,6 +82,8 @@ def test_show_tells_what_the_snapshot_states(spike_replay: Any) -> None:
     assert [rank["routing_payloads"] for rank in shown["ranks"]] == [15, 11]
     text = spike_replay("show", CASE)
     assert "case                    axrl-plain-step85" in text.out
+    assert "sealed_files            16" in text.out
+    assert "provenance              evidence=mechanism, trainer=AXRL at commit" in text.out
     assert "dp rank 1" in text.out
 
 

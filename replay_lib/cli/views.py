@@ -76,6 +76,8 @@ def snapshot_values(described: Mapping[str, Any]) -> dict[str, Any]:
             f"global rank {rank['global_rank']}, {rank['routing_payloads']} routing payloads: "
             f"{', '.join(files)}"
         )
+    provenance = described["provenance"]
+    values["provenance"] = _joined(provenance) if provenance else None
     values["files"] = f"{len(described['files'])}, {described['bytes'] / 1e6:.1f} MB"
     return values
 
