@@ -1,6 +1,6 @@
 """Embed a spike of the zoo as a case, with what the table says as its expectations.
 
-    python benchmarks/embed_zoo.py KIND [--home DIR]
+    python benchmarks/embed_zoo.py KIND [--home DIR] [--commit COMMIT]
 
 Reads what ``benchmarks/zoo.py`` made (``--home``) and measured (``benchmarks/results/zoo.json``);
 writes ``spike_cases/zoo-KIND``. Embedded is the first seed in order whose step the detector saw,
@@ -89,6 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kind")
     parser.add_argument("--home", type=Path, default=Path("out/zoo"))
+    parser.add_argument("--commit", help="whose code made it; default: the one checked out")
     options = parser.parse_args()
     row = first_seed(json.loads(RESULTS.read_text()), options.kind)
     made = options.home / f"seed{row['seed']}" / options.kind
@@ -104,7 +105,8 @@ def main() -> None:
     text = case_text(row, places["snapshot"], places["quiet"])
     (target / layout.CASE_FILE).write_text(text, encoding="utf-8")
     command = f"spike-replay zoo make {options.kind} --seed {row['seed']} --out DIR"
-    case = seal(target, made_here(command, seed=row["seed"]))
+    made_by = made_here(command, seed=row["seed"])
+    case = seal(target, made_by | ({"commit": options.commit} if options.commit else {}))
     print(f"{case.name}: {row['ratio']:.2f} x median, expected {dict(case.expected)}")
 
 

@@ -63,10 +63,9 @@ def _figures(result: Result) -> dict[str, Any]:
     }
 
 
-def run_seed(seed: int, kinds: list[str], home: Path, document: dict[str, Any]) -> None:
-    """Make the kinds of one seed that are missing, replay them, save after each."""
-    rows = document["rows"]
-    done = {(row["kind"], row["seed"]) for row in rows}
+def make_seed(seed: int, kinds: list[str], home: Path, document: dict[str, Any]) -> None:
+    """Make the kinds of one seed that are missing, and note their norms."""
+    done = {(row["kind"], row["seed"]) for row in document["rows"]}
     missing = [kind for kind in kinds if (kind, seed) not in done]
     made = home / f"seed{seed}"
     reports = [json.loads(file.read_text()) for file in sorted(made.glob("*/zoo.json"))]
@@ -75,16 +74,23 @@ def run_seed(seed: int, kinds: list[str], home: Path, document: dict[str, Any]) 
     if wanted:
         told = make_spikes(wanted, seed=seed, cache=home / "cache", tell=_tell)
         there |= {report["kind"]: report for report in told}
-    for kind in missing:
-        report = there[kind]
-        names = ("kind", "seed", "step", "norm", "median", "ratio", "event", "accuracy")
+    for report in (there[kind] for kind in missing):
+        names = ("kind", "seed", "step", "norm", "median", "ratio", "event", "accuracy", "snapshot")
         row = {name: report[name] for name in names}
         row["largest_quiet_ratio"] = max(report["norms"][10:50]) / report["median"]
-        if report["snapshot"] is not None:
-            row |= replay_row(made / kind / report["snapshot"])
-        rows.append(row)
-        _save(document)
-        _tell(f"{kind} seed {seed}: {row['ratio']:.2f} x median")
+        document["rows"].append(row)
+    _save(document)
+
+
+def replay_spikes(seed: int, kinds: list[str], home: Path, document: dict[str, Any]) -> None:
+    """Replay the spikes of one seed that have no figures yet, saving after each."""
+    rows = {row["kind"]: row for row in document["rows"] if row["seed"] == seed}
+    for kind in kinds:
+        row = rows[kind]
+        if row["event"] == "spike" and "methods" not in row:
+            row |= replay_row(home / f"seed{seed}" / kind / row["snapshot"])
+            _save(document)
+            _tell(f"{kind} seed {seed}: {row['ratio']:.2f} x median")
 
 
 def _save(document: dict[str, Any]) -> None:
@@ -110,8 +116,11 @@ def main() -> None:
     if RESULTS.exists():
         document = json.loads(RESULTS.read_text())
     document["environment"] = environment()
-    for seed in map(int, options.seeds.split(",")):
-        run_seed(seed, options.kinds.split(","), options.home, document)
+    seeds, kinds = list(map(int, options.seeds.split(","))), options.kinds.split(",")
+    for seed in seeds:
+        make_seed(seed, kinds, options.home, document)
+    for seed in seeds:
+        replay_spikes(seed, kinds, options.home, document)
 
 
 if __name__ == "__main__":

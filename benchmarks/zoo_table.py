@@ -66,7 +66,7 @@ def _cells(figures: dict[str, Any]) -> list[str]:
         values = figures[name]
         return " / ".join(form.format(values[o]) for o in ("stored", "carried") if o in values)
 
-    told = [figures["verdict"], *figures["flags"]]
+    told = dict.fromkeys([figures["verdict"], *figures["flags"]])
     cells = [shown("ratio", "{:.2f}"), shown("reduction", "{:.0%}"), shown("retained", "{:.0%}")]
     return [*cells, ", ".join(told)]
 

@@ -10,7 +10,7 @@ import torch
 from replay_lib.batch import RankBatch
 from replay_lib.loss import GrpoSettings
 from replay_lib.zoo import causes
-from replay_lib.zoo.recipe import ORDINARY
+from replay_lib.zoo.losses import ORDINARY
 from replay_lib.zoo.rollouts import group_advantages, make_batch
 
 if TYPE_CHECKING:

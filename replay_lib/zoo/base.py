@@ -15,8 +15,9 @@ from replay_lib.engine.versions import versions
 from replay_lib.recorder import Event, SpikeRecorder
 from replay_lib.snapshot.write import whole_directory
 from replay_lib.zoo.arrange import plain
+from replay_lib.zoo.losses import ORDINARY
 from replay_lib.zoo.model import initialise, load_whole, new_model, whole_tensors
-from replay_lib.zoo.recipe import ORDINARY, Recipe
+from replay_lib.zoo.recipe import Recipe
 from replay_lib.zoo.run import Run
 from replay_lib.zoo.trainer import Trainer
 from replay_lib.zoo.warmup import warm_up

@@ -12,8 +12,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from replay_lib.loss.settings import GrpoSettings
-
 #: Raised whenever the code computes another run from the same numbers: cached runs are then stale.
 CODE = 1
 
@@ -92,16 +90,3 @@ class Recipe(_Numbers):
         }
         text = json.dumps(parts, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-#: The ordinary loss: grpo2 with token means; clipping as AXRL's defaults have it (.2, .28, 3).
-ORDINARY = GrpoSettings()
-
-#: A ratio to the rollout engine's log-probabilities that nothing clips: what the natural spikes
-#: of stale rollouts need.
-UNCLIPPED = GrpoSettings(
-    is_base_logprobs="rollout_logprobs",
-    clip_ratio_low=1.0,
-    clip_ratio_high=1.0e6,
-    dual_soft_clip=1.0e6,
-)

@@ -16,7 +16,8 @@ from replay_lib.snapshot import SpikeSettings, write_snapshot
 from replay_lib.zoo.arrange import arrange
 from replay_lib.zoo.base import base_run, quiet_of
 from replay_lib.zoo.kinds import NATURAL, find_kind
-from replay_lib.zoo.recipe import UNCLIPPED, Recipe
+from replay_lib.zoo.losses import UNCLIPPED
+from replay_lib.zoo.recipe import Recipe
 from replay_lib.zoo.run import OLDEST, Run
 
 Tell = Callable[[str], None]

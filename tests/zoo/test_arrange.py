@@ -14,7 +14,7 @@ from replay_lib.routing import check_routes
 from replay_lib.zoo import causes
 from replay_lib.zoo.arrange import _ARRANGED, arrange, plain
 from replay_lib.zoo.kinds import KINDS, NATURAL, find_kind
-from replay_lib.zoo.recipe import ORDINARY, UNCLIPPED
+from replay_lib.zoo.losses import ORDINARY, UNCLIPPED
 
 COPIES = TINY.grpo.rollouts
 

@@ -14,7 +14,8 @@ from replay_lib.engine.session import ReplaySession
 from replay_lib.errors import EngineError, UsageError
 from replay_lib.snapshot import load_settings, open_snapshot
 from replay_lib.zoo import make, make_spike, make_spikes
-from replay_lib.zoo.recipe import ORDINARY, UNCLIPPED, Grpo, Recipe
+from replay_lib.zoo.losses import ORDINARY, UNCLIPPED
+from replay_lib.zoo.recipe import Grpo, Recipe
 
 pytestmark = pytest.mark.xdist_group("zoo-tiny")
 
