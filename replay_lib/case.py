@@ -223,6 +223,18 @@ def discover(directory: str | Path) -> list[Case]:
     root = Path(directory)
     if not root.is_dir():
         raise CaseError(fault(root, None, "no such directory", "a directory of cases"))
+    for inner in sorted(d for d in root.iterdir() if d.is_dir()):
+        snapshots = [*inner.glob("iter_*"), *inner.glob("snapshot/iter_*")]
+        if snapshots and not (inner / layout.CASE_FILE).exists():
+            raise CaseError(
+                fault(
+                    inner,
+                    None,
+                    f"a snapshot ({snapshots[0].name}) without {layout.CASE_FILE}",
+                    f"a {layout.CASE_FILE} beside it",
+                    "Else the case would be left out without a word",
+                )
+            )
     return [Case.load(file) for file in sorted(root.glob(f"*/{layout.CASE_FILE}"))]
 
 

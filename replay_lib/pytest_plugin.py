@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import pytest
 
 from replay_lib.case import Case, discover
-from replay_lib.errors import SpikeReplayError
+from replay_lib.errors import CaseError, SpikeReplayError, fault
 from replay_lib.methods import load_methods
 from replay_lib.patch import Mitigation
 from replay_lib.record.result import Result, SideEffect
@@ -282,6 +282,8 @@ def _read(config: pytest.Config) -> Known:
     directory = _cases_dir(config)
     named = config.getoption("--spike-cases") is not None
     cases = discover(directory) if named or directory.is_dir() else []
+    if named and not cases:
+        raise CaseError(fault(directory, None, "no */case.yaml", "at least one case"))
     methods = load_methods(config.getoption("--mitigations"))
     for found in cases:
         parse_experiments(found.expected, "baseline", methods)  # an expectation nobody can meet

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -51,9 +51,13 @@ Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
 ]
 Device = Annotated[
-    str, typer.Option(help="cpu, cuda, or auto: cuda where an NVIDIA device is found.")
+    Literal["auto", "cpu", "cuda"],
+    typer.Option(help="auto takes cuda where an NVIDIA device is found."),
 ]
-Precision = Annotated[str, typer.Option(help="recorded (the run's own), float32 or bfloat16.")]
+Precision = Annotated[
+    Literal["recorded", "float32", "bfloat16"],
+    typer.Option(help="The dtype to replay in; recorded is the run's own."),
+]
 DpRanks = Annotated[
     str | None,
     typer.Option(
@@ -226,9 +230,16 @@ def _replay(
     json: bool,
 ) -> None:
     started = time.monotonic()
-    experiments = parse_experiments(texts, against, load_methods(options.mitigations))
+    known = load_methods(options.mitigations)
+    empty = [text for text in texts if not text.strip()]
+    if empty:
+        raise UsageError("a method without a name was given; leave it out for the baseline alone")
+    parse_experiments([against], "baseline", known)
+    experiments = parse_experiments(texts, against, known)
+    opened = Case.open(path)
+    parse_experiments(opened.expected, "baseline", known)  # an expectation nobody can meet
     with progress() as tell:
-        replayed: Replayed = replay_case(Case.open(path), experiments, options, tell)
+        replayed: Replayed = replay_case(opened, experiments, options, tell)
     if results is not None:
         append_results(results, replayed.results)
     seconds = time.monotonic() - started
@@ -242,6 +253,9 @@ def _replay(
 def main(arguments: list[str] | None = None) -> None:
     """Entry of the console script: every error becomes one text (or JSON) and an exit code."""
     given = sys.argv[1:] if arguments is None else arguments
+    # as python -m does: module:function may lie where the command is called
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
     sys.exit(_run(given, as_json="--json" in given))
 
 
