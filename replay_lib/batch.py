@@ -100,6 +100,16 @@ class RankBatch:
         """A copy with other columns; the tensors that are not named are shared, never copied."""
         return dataclasses.replace(self, **columns)
 
+    def clone(self) -> RankBatch:
+        """A copy that shares no memory: what a patch gets, so that writing into it harms nobody."""
+        copied: dict[str, Any] = {}
+        for name in TOKEN_COLUMNS + ROW_COLUMNS:
+            value = getattr(self, name)
+            if value is not None:
+                copied[name] = value.clone()
+        copied["routes"] = tuple(r if r is None else r.clone() for r in self.routes)
+        return dataclasses.replace(self, **copied)
+
     def to(self, device: torch.device | str) -> RankBatch:
         """Loss columns on ``device``; routes stay where they are."""
         moved: dict[str, Any] = {}

@@ -7,7 +7,7 @@ from pathlib import Path
 from replay_lib.case import Case, builtin_cases, discover
 from replay_lib.errors import CaseError, fault
 from replay_lib.methods import load_methods
-from replay_lib.record.results_file import write_results
+from replay_lib.record.results_file import check_results_file, write_results
 from replay_lib.run import (
     RECORDED_METHODS,
     Replayed,
@@ -33,6 +33,7 @@ def run_demo(options: ReplayOptions, results: Path, tell: Tell) -> Replayed:
         case.require()
     methods = load_methods(options.mitigations)
     asked = [(case, parse_experiments(_labels(case), "baseline", methods)) for case in cases]
+    check_results_file(results, append=False)
     replayed = Replayed()
     for case, experiments in asked:
         replayed += replay_case(case, experiments, options, tell)

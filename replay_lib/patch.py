@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,7 @@ class Patch:
             return self.apply(*present)
         except SpikeReplayError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise PatchError(
                 f"a patch at the {self.seam.value} seam raised {type(error).__name__}: {error}"
             ) from error
@@ -139,7 +140,11 @@ class Mitigation:
                 raise PatchError(
                     f"mitigation {self.slug}: {name}: found {value!r}, expected {wanted}"
                 )
-        built = self.build(**given)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise PatchError(
+                    f"mitigation {self.slug}: {name}: found {value!r}, expected a finite number"
+                )
+        built = self._built(given)
         patches = (built,) if isinstance(built, Patch) else built
         # what acts after the norm has nothing to patch before it
         listed = isinstance(patches, Sequence) and (len(patches) > 0 or self.after_norm)
@@ -148,6 +153,17 @@ class Mitigation:
                 f"mitigation {self.slug}: found {built!r}, expected a patch or several"
             )
         return tuple(patches)
+
+    def _built(self, given: Mapping[str, Any]) -> Patch | Sequence[Patch]:
+        """What ``build`` returns; what it raises becomes a PatchError that names the slug."""
+        try:
+            return self.build(**given)
+        except PatchError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise PatchError(
+                f"mitigation {self.slug}: its function raised {type(error).__name__}: {error}"
+            ) from error
 
     @property
     def seams(self) -> tuple[Seam, ...]:

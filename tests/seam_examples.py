@@ -94,3 +94,101 @@ def unknown_weight():
 def raising():
     """A patch with a mistake in it."""
     return batch_patch(lambda batch: batch.replace(advantage=batch.advantage / None))
+
+
+def writes_into_the_batch():
+    """Multiplies the advantage in place."""
+
+    def apply(batch):
+        batch.advantage.mul_(0.6)
+        return batch
+
+    return batch_patch(apply)
+
+
+def writes_into_the_tokens():
+    """Changes what the model reads, in place."""
+
+    def apply(batch):
+        batch.input_ids[0, 0] += 1
+        return batch
+
+    return batch_patch(apply)
+
+
+def writes_into_the_mask_of_another_seam():
+    """A routing patch that empties the loss mask and the attention mask it was shown."""
+
+    def apply(mask, batch):
+        batch.loss_mask.zero_()
+        batch.attention_mask.zero_()
+        return mask & (batch.index % 2 == 0)[:, None, None]
+
+    return routing_patch(apply)
+
+
+def writes_into_the_log_probabilities():
+    """A token-weights patch that writes into all it was given."""
+
+    def apply(weights, rows, logprob):
+        logprob.mul_(2.0)
+        rows.advantage.zero_()
+        return weights * 0.5
+
+    return token_weights_patch(apply)
+
+
+def writes_into_the_weights():
+    """A weights patch that empties the tensors it was shown and returns one of them."""
+
+    def apply(weights):
+        for value in weights.values():
+            value.zero_()
+        name = next(n for n in weights if n.endswith("router.weight"))
+        return {name: weights[name]}
+
+    return weights_patch(apply)
+
+
+def other_routes():
+    """Drops the last row of every route."""
+    return batch_patch(lambda batch: batch.replace(routes=tuple(r[:-1] for r in batch.routes)))
+
+
+def not_a_tensor():
+    """A column of text."""
+    return batch_patch(lambda batch: batch.replace(advantage="high"))
+
+
+def no_weights():
+    """A token-weights patch that forgets to return."""
+    return token_weights_patch(lambda weights, rows, logprob: None)
+
+
+def no_parameters():
+    """A weights patch that forgets to return."""
+    return weights_patch(lambda weights: None)
+
+
+def unknown_score():
+    """A router that Megatron does not have."""
+    return model_patch(moe_router_score_function="tanh")
+
+
+def impossible_groups():
+    """Expert groups that do not divide the experts."""
+    return model_patch(moe_router_num_groups=3, moe_router_group_topk=1)
+
+
+def leaving():
+    """A patch that wants to end the program."""
+
+    def apply(batch):
+        raise SystemExit(3)
+
+    return batch_patch(apply)
+
+
+def entropy_of_few(top_k=7):
+    """Entropy control over the largest logits only, strong enough to overflow if done naively."""
+    return settings_patch(entropy_control={"alpha": 0.6, "target_entropy": 1.0, "top_k": top_k})

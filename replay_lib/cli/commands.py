@@ -25,7 +25,7 @@ from replay_lib.errors import SpikeReplayError, UsageError
 from replay_lib.exit_codes import ExitCode
 from replay_lib.listing import describe_methods, describe_snapshot
 from replay_lib.methods import load_methods
-from replay_lib.record.results_file import append_results, read_results
+from replay_lib.record.results_file import append_results, check_results_file, read_results
 from replay_lib.run import Replayed, ReplayOptions, parse_experiments, replay_case
 
 # \b keeps the lines of a paragraph as they are
@@ -46,6 +46,14 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(zoo, name="zoo")
+
+
+def _path(text: str | Path) -> Path:
+    """A path as written; the empty one would be the current directory, which nobody meant."""
+    if not str(text):
+        raise UsageError("a path: found an empty text, expected a file or a directory")
+    return Path(text)
+
 
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
@@ -70,14 +78,17 @@ Deterministic = Annotated[
 ]
 Mitigations = Annotated[
     list[Path] | None,
-    typer.Option(metavar="DIR", help="A directory with methods of your own; may be repeated."),
+    typer.Option(
+        metavar="DIR", parser=_path, help="A directory with methods of your own; may be repeated."
+    ),
 ]
 Against = Annotated[
     str,
     typer.Option(metavar="METHOD", help="Compare with this experiment instead of the baseline."),
 ]
 ResultsFile = Annotated[
-    Path | None, typer.Option("--results", metavar="FILE", help="Append the results to FILE.")
+    Path | None,
+    typer.Option("--results", metavar="FILE", parser=_path, help="Append the results to FILE."),
 ]
 METHOD_SYNTAX = (
     "A method is a slug, slug:name=value,name=value, or module:function; a+b applies both."
@@ -86,7 +97,9 @@ METHOD_SYNTAX = (
 
 @app.command()
 def show(
-    snapshot: Annotated[Path, typer.Argument(help="A snapshot (iter_*) or a case directory.")],
+    snapshot: Annotated[
+        Path, typer.Argument(parser=_path, help="A snapshot (iter_*) or a case directory.")
+    ],
     json: Json = False,
 ) -> None:
     """Tell what a snapshot holds: step, norms, ratio, layout, settings, files."""
@@ -100,7 +113,10 @@ def show(
 @app.command(epilog=METHOD_SYNTAX)
 def replay(
     case: Annotated[
-        Path, typer.Argument(metavar="SNAPSHOT_OR_CASE", help="A snapshot or a case directory.")
+        Path,
+        typer.Argument(
+            metavar="SNAPSHOT_OR_CASE", parser=_path, help="A snapshot or a case directory."
+        ),
     ],
     method: Annotated[
         list[str] | None,
@@ -124,7 +140,10 @@ def replay(
 @app.command(epilog=METHOD_SYNTAX)
 def sweep(
     case: Annotated[
-        Path, typer.Argument(metavar="SNAPSHOT_OR_CASE", help="A snapshot or a case directory.")
+        Path,
+        typer.Argument(
+            metavar="SNAPSHOT_OR_CASE", parser=_path, help="A snapshot or a case directory."
+        ),
     ],
     methods: Annotated[
         list[str] | None, typer.Argument(help="Methods to try; none given: all registered ones.")
@@ -151,7 +170,10 @@ def methods(
     results: Annotated[
         Path | None,
         typer.Option(
-            "--results", metavar="FILE", help=f"Results that tell a status [default: {RESULTS}]."
+            "--results",
+            metavar="FILE",
+            parser=_path,
+            help=f"Results that tell a status [default: {RESULTS}].",
         ),
     ] = None,
     json: Json = False,
@@ -169,7 +191,9 @@ def methods(
 @app.command()
 def demo(
     device: Device = "auto",
-    results: Annotated[Path, typer.Option(metavar="FILE", help="Where results go.")] = RESULTS,
+    results: Annotated[
+        Path, typer.Option(metavar="FILE", parser=_path, help="Where results go.")
+    ] = RESULTS,
     json: Json = False,
 ) -> None:
     """Replay the embedded spikes under the five recorded methods and show the verdicts."""
@@ -238,6 +262,8 @@ def _replay(
     experiments = parse_experiments(texts, against, known)
     opened = Case.open(path)
     parse_experiments(opened.expected, "baseline", known)  # an expectation nobody can meet
+    if results is not None:
+        check_results_file(results)
     with progress() as tell:
         replayed: Replayed = replay_case(opened, experiments, options, tell)
     if results is not None:

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -19,12 +19,17 @@ from replay_lib.run import Step, Tell
 def stdout() -> Console:
     """The console for results; wide where it is no terminal, so that no table is folded."""
     width = None if sys.stdout.isatty() else 160
-    return Console(file=sys.stdout, width=width, highlight=False, soft_wrap=False)
+    return _plain(sys.stdout, width)
 
 
 def stderr() -> Console:
     """The console for progress and errors."""
-    return Console(file=sys.stderr, highlight=False)
+    return _plain(sys.stderr)
+
+
+def _plain(file: TextIO, width: int | None = None) -> Console:
+    """A console that shows text as it is: paths and reasons may hold ``:x:`` and ``[...]``."""
+    return Console(file=file, width=width, highlight=False, markup=False, emoji=False)
 
 
 def print_json(document: Mapping[str, Any]) -> None:
@@ -59,9 +64,9 @@ def progress() -> Iterator[Tell]:
         return
     columns = (
         SpinnerColumn(),
-        TextColumn("{task.fields[case]}"),
+        TextColumn("{task.fields[case]}", markup=False),
         BarColumn(),
-        TextColumn("{task.completed}/{task.total} {task.description}"),
+        TextColumn("{task.completed}/{task.total} {task.description}", markup=False),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console, transient=True) as bar:

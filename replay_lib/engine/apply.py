@@ -2,7 +2,8 @@
 
 Seams act in the order weights, model fields, routing, batch, settings, token weights; inside a
 seam in the order written. Every seam is a pure function here except the first two, which change
-the live model inside a ``with`` block that puts everything back.
+the live model inside a ``with`` block that puts everything back. A patch gets copies: one that
+writes into what it was given changes its own experiment and no other.
 """
 
 from __future__ import annotations
@@ -37,6 +38,13 @@ LIVE_FIELDS: dict[str, str | None] = {
     "moe_expert_capacity_factor": None,
     "moe_router_score_function": "score_function",
     "moe_router_load_balancing_type": "routing_type",
+}
+
+
+#: Values that Megatron itself does not check.
+FIELD_VALUES: dict[str, tuple[Any, ...]] = {
+    "moe_router_dtype": (None, "fp32", "fp64"),
+    "moe_router_score_function": ("softmax", "sigmoid"),
 }
 
 
@@ -95,7 +103,7 @@ def _apply_routing(patches: Sequence[Patch], rank: RankInput) -> tuple[Tensor | 
         return rank.forced_BTL, 0
     forced = rank.forced_BTL
     for patch in patches:
-        nxt = patch(forced.clone(), rank.batch)
+        nxt = patch(forced.clone(), rank.batch.clone())
         if not isinstance(nxt, Tensor) or nxt.shape != forced.shape or nxt.dtype != torch.bool:
             raise PatchError(
                 f"a routing patch must return a bool tensor {list(forced.shape)} [B, T, L]; "
@@ -107,13 +115,14 @@ def _apply_routing(patches: Sequence[Patch], rank: RankInput) -> tuple[Tensor | 
 
 
 def _apply_batch(patches: Sequence[Patch], batch: RankBatch) -> tuple[RankBatch, int]:
-    current = batch
+    if not patches:
+        return batch, 0
+    current = batch.clone()
     for patch in patches:
         current = patch(current)
         if not isinstance(current, RankBatch):
             raise PatchError(f"a batch patch must return a RankBatch, not {_describe(current)}")
-    if current is batch:
-        return batch, 0
+    _same_routes(batch, current)
     count = 0
     for name in TOKEN_COLUMNS + ROW_COLUMNS:
         changed = _changed(getattr(batch, name), getattr(current, name), name)
@@ -126,9 +135,23 @@ def _apply_batch(patches: Sequence[Patch], batch: RankBatch) -> tuple[RankBatch,
     return current, count
 
 
+def _same_routes(before: RankBatch, after: RankBatch) -> None:
+    same = len(before.routes) == len(after.routes) and all(
+        a is b if a is None or b is None else torch.equal(a, b)
+        for a, b in zip(before.routes, after.routes, strict=True)
+    )
+    if not same:
+        raise PatchError(
+            "a batch patch changed routes; where saved routes are forced is the routing seam's "
+            "business, and other routes are another step"
+        )
+
+
 def _changed(before: Tensor | None, after: Tensor | None, name: str) -> int:
     if before is after:
         return 0
+    if not all(value is None or isinstance(value, Tensor) for value in (before, after)):
+        raise PatchError(f"a batch patch gave {name} as {_describe(after)}, expected a tensor")
     if before is None or after is None:
         return int((after if before is None else before).numel())  # type: ignore[union-attr]
     if before.shape != after.shape or before.dtype != after.dtype:
@@ -142,7 +165,9 @@ def _changed(before: Tensor | None, after: Tensor | None, name: str) -> int:
 
 
 def _apply_settings(patches: Sequence[Patch], settings: GrpoSettings) -> tuple[GrpoSettings, int]:
-    current = settings
+    if not patches:
+        return settings, 0
+    current = settings.model_copy(deep=True)
     for patch in patches:
         current = patch(current)
         if not isinstance(current, GrpoSettings):
@@ -166,7 +191,15 @@ def patched_model(model: LiveModel, patched: Patched) -> Iterator[dict[Seam, int
         patched_fields(model, patched.model) as fields,
     ):
         counts = {Seam.WEIGHTS: weights, Seam.MODEL: fields}
-        yield {seam: n for seam, n in counts.items() if seam in patched.touched}
+        try:
+            yield {seam: n for seam, n in counts.items() if seam in patched.touched}
+        except (ArithmeticError, AssertionError, RuntimeError, TypeError, ValueError) as error:
+            if not patched.model or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise PatchError(
+                f"the model cannot run with the fields of a model patch: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
 
 @contextlib.contextmanager
@@ -177,7 +210,12 @@ def patched_weights(parameters: Mapping[str, Tensor], patches: Sequence[Patch]) 
     try:
         for patch in patches:
             view = {name: p.detach().clone() for name, p in parameters.items()}
-            for name, value in patch(view).items():
+            replaced = patch(view)
+            if not isinstance(replaced, dict):
+                raise PatchError(
+                    f"a weights patch must return a dict of tensors, not {_describe(replaced)}"
+                )
+            for name, value in replaced.items():
                 touched += _replace_weight(parameters, saved, name, value)
         yield touched
     finally:
@@ -191,6 +229,8 @@ def _replace_weight(
     if name not in parameters:
         raise PatchError(f"a weights patch replaces {name!r}, which the model does not have")
     target = parameters[name].data
+    if not isinstance(value, Tensor):
+        raise PatchError(f"a weights patch gave {name} as {_describe(value)}, expected a tensor")
     if value.shape != target.shape or value.dtype != target.dtype:
         raise PatchError(
             f"a weights patch gave {name} as {_describe(value)}, expected {_describe(target)}"
@@ -208,7 +248,8 @@ def patched_fields(model: LiveModel, patches: Sequence[Patch]) -> Iterator[int]:
     touched = 0
     try:
         for patch in patches:
-            for name, value in patch({f: getattr(model.config, f) for f in LIVE_FIELDS}).items():
+            present = {f: getattr(model.config, f) for f in LIVE_FIELDS}
+            for name, value in _fields_of(patch(present)).items():
                 if name not in LIVE_FIELDS:
                     raise PatchError(
                         f"model field {name!r} cannot be changed on a live model; those that can: "
@@ -223,6 +264,17 @@ def patched_fields(model: LiveModel, patches: Sequence[Patch]) -> Iterator[int]:
     finally:
         for owner, name, value in reversed(saved):
             setattr(owner, name, value)
+
+
+def _fields_of(given: Any) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise PatchError(f"a model patch must return a dict of fields, not {_describe(given)}")
+    for name, allowed in FIELD_VALUES.items():
+        if name in given and given[name] not in allowed:
+            raise PatchError(
+                f"model field {name}: found {given[name]!r}, expected one of {allowed!r}"
+            )
+    return given
 
 
 def _set(saved: list[tuple[Any, str, Any]], owner: Any, name: str, value: Any) -> None:

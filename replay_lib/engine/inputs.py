@@ -16,7 +16,7 @@ from replay_lib.batch import RankBatch
 from replay_lib.engine.attention import Rows, rows_of
 from replay_lib.engine.model import LiveModel
 from replay_lib.engine.routes import PackedRoutes
-from replay_lib.errors import BatchError
+from replay_lib.errors import BatchError, fault
 from replay_lib.packing import Packed, pack
 from replay_lib.routing import check_routes, expand_routes
 
@@ -66,12 +66,13 @@ def rank_input(
     replay: bool,
     loss_tokens_only: bool,
 ) -> RankInput:
-    """Check and expand the routes of one rank; refuse what a flat replay cannot take."""
+    """Check tokens and routes of one rank and expand the routes; refuse what cannot be replayed."""
     if batch.merge_info is not None:
         raise BatchError(
             f"batch of dp rank {batch.dp_rank}: its rows are prefix trees (merge_info); a flat "
             "replay would read them as one sequence. Replaying merged rows is not built yet."
         )
+    _check_tokens(batch, model.vocab)
     rows = tuple(tuple(part) for part in split)
     if not replay:
         return RankInput(batch=batch, split=rows, routes_BTLK=None, forced_BTL=None)
@@ -81,6 +82,27 @@ def rank_input(
     if loss_tokens_only:
         forced &= batch.loss_mask.unsqueeze(-1)
     return RankInput(batch=batch, split=rows, routes_BTLK=expanded, forced_BTL=forced)
+
+
+def _check_tokens(batch: RankBatch, vocab: int) -> None:
+    """Token ids and labels must be rows of the embedding; a device would fail without a word."""
+    where = f"batch of dp rank {batch.dp_rank}"
+    empty = [row for row, n in enumerate(batch.lengths()) if n == 0]
+    if empty:
+        raise BatchError(fault(where, f"rows {empty}", "no token at all", "rows of tokens"))
+    for name, mask in (("input_ids", batch.attention_mask), ("labels", batch.loss_mask)):
+        values = batch.column(name)
+        bad = ((values < 0) | (values >= vocab)) & mask
+        if bool(bad.any()):
+            row, token = (int(x) for x in bad.nonzero()[0])
+            raise BatchError(
+                fault(
+                    where,
+                    f"{name} of row {row} token {token}",
+                    f"{int(values[row, token])} ({int(bad.sum())} such tokens)",
+                    f"0 to {vocab - 1}, the embedding's rows",
+                )
+            )
 
 
 def _routes(batch: RankBatch, model: LiveModel) -> list[Tensor]:

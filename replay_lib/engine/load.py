@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from replay_lib.engine.step import Loaded
 from replay_lib.engine.versions import versions
 from replay_lib.engine.weights import NOT_MODEL, canonical_names, load_weights, vocab_rows
 from replay_lib.errors import BatchError, UnsupportedModelError, UsageError
+from replay_lib.layout import RUN_CONFIG
 from replay_lib.microbatch import split_ranks
 from replay_lib.snapshot import (
     Snapshot,
@@ -60,7 +63,8 @@ def load(request: OpenRequest, comm: Comm, watch: Stopwatch) -> tuple[Loaded, Se
     """Load what ``request`` names onto this process's device."""
     snapshot = open_snapshot(Path(request.snapshot))
     _refuse_unsupported_run(snapshot)
-    config = model_config(load_model_fields(snapshot), request.precision)
+    with _refused_by_megatron(snapshot):
+        config = model_config(load_model_fields(snapshot), request.precision)
     dp_ranks = _dp_ranks(snapshot, request.dp_ranks)
     settings = load_settings(snapshot)
     batches = {r: load_batch(snapshot, r) for r in range(snapshot.parallel.dp)}
@@ -70,7 +74,8 @@ def load(request: OpenRequest, comm: Comm, watch: Stopwatch) -> tuple[Loaded, Se
     vocab = vocab_rows(index, snapshot.path)
     _check_memory(index, config, vocab, snapshot, comm.device)
     replay = snapshot.worker.enable_routing_replay and any(config.moe_layers)
-    model = build_model(config, vocab=vocab, replay=replay, device=comm.device)
+    with _refused_by_megatron(snapshot):
+        model = build_model(config, vocab=vocab, replay=replay, device=comm.device)
     if replay:
         attach(model)
     watch.lap("model")
@@ -105,6 +110,18 @@ def load(request: OpenRequest, comm: Comm, watch: Stopwatch) -> tuple[Loaded, Se
         deterministic=request.deterministic,
         seconds=watch.seconds,
     )
+
+
+@contextlib.contextmanager
+def _refused_by_megatron(snapshot: Snapshot) -> Iterator[None]:
+    """What Megatron-Core says to a model section that contradicts itself, as one of our errors."""
+    try:
+        yield
+    except (ArithmeticError, AssertionError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"{snapshot.path / RUN_CONFIG}: no model can be built from the model section: "
+            f"{type(error).__name__}: {error or 'an assertion of Megatron-Core'}"
+        ) from error
 
 
 def _refuse_unsupported_run(snapshot: Snapshot) -> None:

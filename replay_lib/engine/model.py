@@ -51,6 +51,7 @@ class LiveModel:
     rotary: PackedRotary | None
     topk: int
     experts: int
+    vocab: int  # rows of the embedding
 
     def parameters(self) -> dict[str, Tensor]:
         """Trainable parameters by Megatron's module name."""
@@ -110,6 +111,7 @@ def build_model(
         rotary=rotary,
         topk=int(transformer.moe_router_topk),
         experts=int(transformer.num_moe_experts or 0),
+        vocab=vocab,
     )
 
 

@@ -93,6 +93,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "moe_router_force_load_balancing": (False, None),
     "moe_router_force_biased": (None,),
     "moe_n_hash_layers": (None, 0),
+    "moe_pad_expert_input_to_capacity": (False, None),
     "hidden_dropout": (0, 0.0, None),
     "attention_dropout": (0, 0.0, None),
     "activation_func_clamp_value": (None,),
@@ -135,7 +136,7 @@ class ModelConfig:
 
 def moe_pattern(freq: Any, layers: int) -> tuple[bool, ...]:
     """Which layers are MoE by Megatron's ``moe_layer_freq``: every n-th, or as a list says."""
-    if isinstance(freq, int):
+    if isinstance(freq, int) and freq > 0:
         return tuple(i % freq == 0 for i in range(layers))
     if isinstance(freq, list | tuple) and len(freq) == layers:
         return tuple(bool(x) for x in freq)

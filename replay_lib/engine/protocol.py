@@ -37,7 +37,7 @@ class MitigationCall(Frozen):
 
     def label(self) -> str:
         """``slug`` or ``slug:name=value,...``, as it is written on a command line."""
-        inside = ",".join(f"{k}={v}" for k, v in sorted(self.params.items()))
+        inside = ",".join(f"{k}={_written(v)}" for k, v in sorted(self.params.items()))
         return f"{self.slug}:{inside}" if inside else self.slug
 
 
@@ -87,8 +87,19 @@ def _parse_call(text: str) -> MitigationCall:
                 f"mitigation {text}: found {item!r}, expected name=value; parameters are written "
                 "slug:name=value,name=value"
             )
+        if name.strip() in params:
+            raise PatchError(
+                f"mitigation {text}: found {name.strip()} twice, expected every parameter once"
+            )
         params[name.strip()] = _scalar(value.strip())
     return MitigationCall(slug=head, params=params)
+
+
+def _written(value: Any) -> str:
+    """``value`` so that it is read back as itself: text that looks like a number is quoted."""
+    text = str(value)
+    read = _scalar(text)
+    return text if type(read) is type(value) and read == value else repr(value)
 
 
 def _scalar(text: str) -> Any:

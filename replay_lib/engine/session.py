@@ -43,6 +43,7 @@ class ReplaySession:
     def __init__(self, worker: _Worker, info: SessionInfo, silence_timeout_s: float) -> None:
         self._worker = worker
         self._silence = silence_timeout_s
+        self._busy = False
         self.info = info
 
     @classmethod
@@ -102,11 +103,12 @@ class ReplaySession:
         Experiments that change only the loss share one forward pass. An experiment that cannot
         be replayed raises its error here; the session stays usable.
         """
-        self._worker.send(
-            {"op": "run", "experiments": [e.model_dump(mode="json") for e in experiments]}
-        )
+        self._take_turn()
         answered = False
         try:
+            self._worker.send(
+                {"op": "run", "experiments": [e.model_dump(mode="json") for e in experiments]}
+            )
             while not answered:
                 reply = self._worker.receive(self._silence)
                 if reply["event"] == "progress":
@@ -120,9 +122,21 @@ class ReplaySession:
             while not answered:
                 answered = self._worker.receive(self._silence)["event"] == "done"
             raise
+        finally:
+            self._busy = False
+
+    def _take_turn(self) -> None:
+        if self._busy:
+            raise EngineError(
+                "another run of this session is unfinished: take all its outcomes, or close it, "
+                "before the next request"
+            )
+        self._busy = True
 
     def save_gradients(self, experiment: Experiment, path: Path) -> None:
         """Replay ``experiment`` and write its gradient to ``path`` (a dict of float32 tensors)."""
+        self._take_turn()
+        self._busy = False  # one question, one answer
         self._worker.send(
             {
                 "op": "gradients",
@@ -134,6 +148,8 @@ class ReplaySession:
 
     def bare_seconds(self, passes: int) -> list[float]:
         """Seconds of bare forward and backward passes, without loss or patches."""
+        self._take_turn()
+        self._busy = False  # one question, one answer
         self._worker.send({"op": "bare", "passes": passes})
         seconds = self._worker.receive(self._silence)["seconds"]
         self._worker.receive(self._silence)

@@ -22,6 +22,7 @@ from replay_lib.engine.gradients import GradientBuffers, GradientCollector, Meas
 from replay_lib.engine.inputs import MicroBatch, RankInput, packed_routes
 from replay_lib.engine.model import LiveModel
 from replay_lib.engine.signals import Signals, first_nonfinite
+from replay_lib.errors import PatchError
 from replay_lib.loss import GrpoSettings, micro_batch_loss
 from replay_lib.patch import Seam
 
@@ -152,7 +153,13 @@ def _token_weights(variant: Variant, rows: RankBatch, log_prob: Tensor) -> Tenso
         return None
     weights = torch.ones_like(log_prob)
     for patch in patches:
-        weights = patch(weights, rows, log_prob)
+        # copies: other experiments of this forward read the same rows and log-probabilities
+        weights = patch(weights.clone(), rows.clone(), log_prob.clone())
+        if not isinstance(weights, Tensor) or weights.shape != log_prob.shape:
+            raise PatchError(
+                f"a token-weights patch must return a tensor {list(log_prob.shape)} [B, T], "
+                f"not {type(weights).__name__}"
+            )
     variant.touched[Seam.TOKEN_WEIGHTS] += int(((weights != 1) & rows.loss_mask).sum())
     return weights
 

@@ -32,8 +32,13 @@ def log_prob_and_entropy(
 
 
 def entropy_of(log_p: Tensor) -> Tensor:
-    """``-sum p log p`` over the last dimension, from log-probabilities."""
-    return -(log_p.exp() * log_p).sum(dim=-1)
+    """``-sum p log p`` over the last dimension, from log-probabilities; 0 log 0 is 0.
+
+    Where p is 0 the gradient is 0 too: a logit that was masked away has a log-probability near
+    the dtype's least value, and its product with a gradient above 1 would overflow.
+    """
+    p = log_p.exp()
+    return -(p * torch.where(p > 0, log_p, torch.zeros_like(log_p))).sum(dim=-1)
 
 
 def top_k_logits(logits: Tensor, top_k: int) -> Tensor:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from replay_lib.errors import UsageError, fault
@@ -20,22 +21,33 @@ LOCK_SECONDS = 60  # an append takes milliseconds; a minute of waiting means a s
 
 
 def append_results(path: str | Path, results: Sequence[Result]) -> None:
-    """Add ``results`` to the end of ``path``, which is created where it is absent."""
+    """Add ``results`` to the end of ``path``, which is created where it is absent.
+
+    Raises UsageError where ``path`` is no regular file, ends in a torn line, is locked by another
+    writer for a minute, or cannot be written.
+    """
     file = Path(path)
     with _locked(file):
-        before = file.read_bytes() if file.exists() else b""
-        if before and not before.endswith(b"\n"):
-            raise UsageError(
-                fault(file, "last line", "no newline at its end", "whole lines of JSON")
-            )
-        replace_file(file, before + _lines(results))
+        replace_file(file, _present(file) + _lines(results))
 
 
 def write_results(path: str | Path, results: Sequence[Result]) -> None:
-    """Put ``results`` in place of whatever ``path`` held."""
+    """Put ``results`` in place of whatever ``path`` held; UsageError where that is impossible."""
     file = Path(path)
     with _locked(file):
         replace_file(file, _lines(results))
+
+
+def check_results_file(path: str | Path, *, append: bool = True) -> None:
+    """UsageError where results could not be written to ``path``: told before hours of replay.
+
+    Missing parent directories are created, the file is not; ``append`` also looks at what the
+    file holds.
+    """
+    file = Path(path)
+    with _locked(file), tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}."):
+        if append:
+            _present(file)
 
 
 def read_results(path: str | Path) -> list[Result]:
@@ -45,6 +57,14 @@ def read_results(path: str | Path) -> list[Result]:
         raise UsageError(fault(file, None, "no such file", "a results.jsonl"))
     lines = file.read_text(encoding="utf-8").splitlines()
     return [_parse(file, number, line) for number, line in enumerate(lines, start=1)]
+
+
+def _present(file: Path) -> bytes:
+    """What is in ``file`` so far: whole lines."""
+    content = file.read_bytes() if file.exists() else b""
+    if content and not content.endswith(b"\n"):
+        raise UsageError(fault(file, "last line", "no newline at its end", "whole lines of JSON"))
+    return content
 
 
 def _lines(results: Sequence[Result]) -> bytes:
@@ -71,6 +91,32 @@ def _parse(file: Path, number: int, line: str) -> Result:
 
 @contextlib.contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(file.with_name(f".{file.name}.lock"), timeout=LOCK_SECONDS):
-        yield
+    """Hold the lock of ``file``; what the system refuses becomes a UsageError."""
+    try:
+        _refuse_what_is_no_file(file)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(file.with_name(f".{file.name}.lock"), timeout=LOCK_SECONDS):
+            yield
+    except Timeout as error:
+        raise UsageError(
+            fault(
+                file,
+                None,
+                f"its lock {error.lock_file} held for {LOCK_SECONDS} s",
+                "no other writer",
+            )
+        ) from error
+    except OSError as error:
+        told = error.strerror or str(error)
+        raise UsageError(fault(file, None, repr(told), "a file that can be written")) from error
+
+
+def _refuse_what_is_no_file(file: Path) -> None:
+    if file.is_dir():
+        raise UsageError(fault(file, None, "a directory", "a file for the results"))
+    above = next(place for place in file.parents if place.exists())
+    if not above.is_dir():
+        raise UsageError(fault(file, None, f"no directory at {above}", "a file for the results"))
+    # a device or a pipe may have no end
+    if file.exists() and not file.is_file():
+        raise UsageError(fault(file, None, "no regular file", "a file for the results"))

@@ -44,6 +44,13 @@ def test_a_parameter_without_name_or_value_is_refused(text):
         Experiment.parse(text)
 
 
+@pytest.mark.parametrize("text", ["a:x=2,x=3", "a:x=2,y=1, x =2", "module:method:x=1,x=1"])
+def test_a_parameter_that_is_written_twice_is_refused(text):
+    with pytest.raises(PatchError) as caught:
+        Experiment.parse(text)
+    assert str(caught.value) == (f"mitigation {text}: found x twice, expected every parameter once")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -51,6 +58,9 @@ def test_a_parameter_without_name_or_value_is_refused(text):
         ("balance-negative-advantages:eps=true", "eps: found True, expected a number"),
         ("balance-negative-advantages:scale_up=1", "scale_up: found 1, expected true or false"),
         ("use-current-routing-for-first-moe-layer:layers=1.5", "expected a whole number"),
+        ("balance-negative-advantages:eps=nan", "eps: found nan, expected a finite number"),
+        ("balance-negative-advantages:eps=-inf", "eps: found -inf, expected a finite number"),
+        ("enable-token-mismatch-tis-max2:clip_max=1e999", "found inf, expected a finite number"),
     ],
 )
 def test_a_parameter_of_another_kind_is_refused_before_anything_starts(text, words):

@@ -8,7 +8,7 @@ import pytest
 
 from replay_lib.engine.protocol import Experiment
 from replay_lib.engine.session import ReplaySession
-from replay_lib.errors import BatchError, PatchError
+from replay_lib.errors import BatchError, EngineError, PatchError
 from replay_lib.methods import load_methods
 from replay_lib.patch import Seam
 
@@ -141,9 +141,55 @@ def test_a_nan_is_named_with_its_rank_row_and_token(plain):
     assert "embedding.word_embeddings.weight" in outcome.nonfinite
 
 
+WRITERS = (
+    "writes_into_the_batch",
+    "writes_into_the_mask_of_another_seam",
+    "writes_into_the_log_probabilities",
+    "writes_into_the_weights",
+)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_patch_that_writes_into_its_input_harms_no_other_experiment(plain, writer):
+    names = [SEAMS[Seam.BATCH], "enable-token-mismatch-tis-max2", "disable-routing-replay"]
+    alone = {n: plain.run(Experiment.parse(n)).digest for n in ("baseline", *names)}
+    group = [names[0], f"seam_examples:{writer}", *names[1:], "baseline"]
+    together = list(plain.run_many([Experiment.parse(n) for n in group]))
+    assert together[1].digest != alone["baseline"]
+    assert all(count > 0 for count in together[1].touched.values())
+    for outcome in (together[0], *together[2:]):
+        assert outcome.digest == alone[outcome.experiment.name], outcome.experiment.name
+
+
+def test_a_request_inside_an_unfinished_one_is_refused(plain, baseline):
+    outcomes = plain.run_many([Experiment.parse(n) for n in METHODS])
+    next(outcomes)
+    with pytest.raises(EngineError, match="another run of this session is unfinished"):
+        plain.run(BASELINE)
+    outcomes.close()
+    assert plain.run(BASELINE).digest == baseline.digest
+
+
+def test_entropy_over_few_logits_is_finite_and_not_shared_with_another_top_k(plain):
+    names = [f"seam_examples:entropy_of_few:top_k={k}" for k in (7, 2)]
+    alone = [plain.run(Experiment.parse(n)) for n in names]
+    together = list(plain.run_many([Experiment.parse(n) for n in names]))
+    assert all(o.nonfinite == () and o.grad_norm_preclip > 0 for o in alone)
+    assert [o.digest for o in together] == [o.digest for o in alone]
+    assert alone[0].digest != alone[1].digest
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
+        ("seam_examples:writes_into_the_tokens", "elements of input_ids, which the model reads"),
+        ("seam_examples:other_routes", "a batch patch changed routes"),
+        ("seam_examples:not_a_tensor", "gave advantage as str, expected a tensor"),
+        ("seam_examples:no_weights", "must return a tensor"),
+        ("seam_examples:no_parameters", "must return a dict of tensors, not NoneType"),
+        ("seam_examples:unknown_score", "moe_router_score_function: found 'tanh'"),
+        ("seam_examples:impossible_groups", "the model cannot run with the fields"),
+        ("seam_examples:leaving", "a patch at the batch seam raised SystemExit: 3"),
         ("no-such-method", "mitigation no-such-method: not registered; known: "),
         ("enable-token-mismatch-tis-max2:cap=3", "unknown parameter cap; known: clip_max=2.0"),
         ("seam_examples:other_tokens", "elements of input_ids, which the model reads"),
