@@ -175,6 +175,7 @@ def test_an_unknown_parameter_lists_the_known_ones():
 def user_module(tmp_path, monkeypatch):
     (tmp_path / "my_methods_for_tests.py").write_text(
         METHOD.format(slug="declared")
+        + "from replay_lib.errors import PatchError\n"
         + '''
 def both(clip=1.0, seen=()):
     """Clip twice.
@@ -191,6 +192,18 @@ def wrong():
 
 def needs(clip):
     return settings_patch(a=clip)
+
+def free(value=None):
+    return settings_patch(a=value)
+
+def breaks(clip=1.0):
+    return settings_patch(a=1 / (clip - 1.0))
+
+def leaves():
+    raise SystemExit(0)
+
+def refuses():
+    raise PatchError("a word of its own")
 
 number = 3
 '''
@@ -221,6 +234,30 @@ def test_a_users_function_that_returns_no_patch_is_an_error(user_module, name):
     with pytest.raises(PatchError) as caught:
         resolve(MitigationCall(slug=slug), {})
     assert str(caught.value) == f"mitigation {slug}: found {found}, expected a patch or several"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("breaks", "ZeroDivisionError: float division by zero"), ("leaves", "SystemExit: 0")],
+)
+def test_a_function_that_raises_is_an_error_that_names_the_method(user_module, name, told):
+    slug = f"{user_module}:{name}"
+    with pytest.raises(PatchError) as caught:
+        resolve(MitigationCall(slug=slug), {})
+    assert str(caught.value) == f"mitigation {slug}: its function raised {told}"
+
+
+def test_a_function_may_refuse_in_its_own_words(user_module):
+    with pytest.raises(PatchError, match=r"^a word of its own$"):
+        resolve(MitigationCall(slug=f"{user_module}:refuses"), {})
+
+
+def test_a_parameter_of_any_kind_is_finite(user_module):
+    slug = f"{user_module}:free"
+    assert resolve(MitigationCall(slug=slug, params={"value": "inf"}), {})
+    with pytest.raises(PatchError) as caught:
+        resolve(MitigationCall(slug=slug, params={"value": float("inf")}), {})
+    assert str(caught.value) == f"mitigation {slug}: value: found inf, expected a finite number"
 
 
 def test_a_users_function_needs_defaults_too(user_module):

@@ -95,6 +95,13 @@ def test_non_finite_is_named(bad: float) -> None:
     assert (one.verdict, one.reason) == (Verdict.NON_FINITE, f"not finite: norm {bad}")
     assert judge(but(baseline_norm=bad)).reason == f"not finite: baseline {bad}"
     assert judge(but(carried=Variant(norm=bad, compared_norm=8.0))).verdict is Verdict.NON_FINITE
+    compared = judge(but(stored=dataclasses.replace(GOOD.stored, compared_norm=bad)))
+    assert compared.reason == f"not finite: compared norm {bad}"
+    carried = judge(but(carried=dataclasses.replace(GOOD.stored, compared_norm=bad)))
+    assert (carried.verdict, carried.reason) == (
+        Verdict.NON_FINITE,
+        f"not finite: compared norm with carried old log-probabilities {bad}",
+    )
     assert judge(but(nonfinite=("advantage of row 3, token 5",))).reason == (
         "not finite: advantage of row 3, token 5"
     )
@@ -149,6 +156,12 @@ def test_pass_partial_fail() -> None:
         "norm 7.5 is 3.750 x the median 2, above the target 1.5, "
         "and 6.2% under the compared norm 8 (15% are worth recording)"
     )
+
+
+def test_a_reduction_of_exactly_the_recording_threshold_is_partial() -> None:
+    quarter = {"median": 0.25, "compared": 1.0, "recording_reduction": 0.25}  # exact in binary
+    assert rule(0.75, **quarter) is Verdict.PARTIAL
+    assert rule(math.nextafter(0.75, math.inf), **quarter) is Verdict.FAIL
 
 
 def test_rule_never_passes_what_is_not_a_number() -> None:
@@ -232,6 +245,15 @@ def test_below_detector_uses_the_runs_own_ratio(norm: float, below: bool) -> Non
     assert judge(with_norm(norm)).below_detector is below
     assert judge(with_norm(norm, spike_ratio=1.1)).below_detector is False
     assert judge(with_norm(norm, spike_ratio=None)).below_detector is None
+
+
+def test_below_detector_is_told_of_the_treatment_that_counts() -> None:
+    worse = dataclasses.replace(GOOD.stored, norm=5.0)  # 2.5 x the median, detected above 2 x
+    judgement = judge(but(carried=worse))
+    assert (judgement.old[0].old, judgement.below_detector) == ("carried", False)
+    judgement = judge(but(stored=worse, carried=GOOD.stored))
+    assert (judgement.old[0].old, judgement.below_detector) == ("stored", False)
+    assert judge(but(carried=GOOD.stored)).below_detector is True
 
 
 def test_an_answer_after_the_norm_is_not_applicable() -> None:

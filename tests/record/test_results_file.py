@@ -9,10 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from make_results import BASELINE, outcome, result, some_results
 
 from replay_lib.errors import UsageError
-from replay_lib.record.results_file import append_results, read_results, write_results
+from replay_lib.record import results_file
+from replay_lib.record.results_file import (
+    append_results,
+    check_results_file,
+    read_results,
+    write_results,
+)
 
 
 def refuse(name: str) -> Any:
@@ -106,3 +113,63 @@ def test_a_torn_last_line_is_not_written_behind(tmp_path: Path) -> None:
 def test_no_file(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="found no such file, expected a results"):
         read_results(tmp_path / "results.jsonl")
+
+
+def put(file: Path) -> None:
+    append_results(file, [result(BASELINE)])
+
+
+@pytest.mark.parametrize("act", [check_results_file, put, lambda f: write_results(f, [])])
+def test_what_is_no_file_or_cannot_be_made_one_is_refused(tmp_path: Path, act: Any) -> None:
+    (tmp_path / "file").write_text("")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/full")
+    long, parent = "x" * 300, tmp_path / "file"
+    told = {
+        "": "found a directory, expected a file for the results",
+        "pipe": "found no regular file, expected a file for the results",
+        "link": "found no regular file, expected a file for the results",
+        "file/results.jsonl": f"found no directory at {parent}, expected a file for the results",
+        long: "found 'File name too long', expected a file that can be written",
+    }
+    for name, words in told.items():
+        with pytest.raises(UsageError) as caught:
+            act(tmp_path / name)
+        assert str(caught.value) == f"{tmp_path / name}: {words}"
+
+
+def test_a_disk_that_refuses_is_one_of_our_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "results.jsonl"
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UsageError) as caught:
+        put(file)
+    assert str(caught.value) == (
+        f"{file}: found 'No space left on device', expected a file that can be written"
+    )
+
+
+@pytest.mark.parametrize("act", [check_results_file, put])
+def test_a_stuck_writer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Any) -> None:
+    monkeypatch.setattr(results_file, "LOCK_SECONDS", 0.1)
+    file, lock = tmp_path / "results.jsonl", tmp_path / ".results.jsonl.lock"
+    with FileLock(lock), pytest.raises(UsageError) as caught:
+        act(file)
+    assert str(caught.value) == (
+        f"{file}: found its lock {lock} held for 0.1 s, expected no other writer"
+    )
+
+
+def test_a_check_makes_directories_and_no_file(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "results.jsonl"
+    check_results_file(file)
+    assert [p.name for p in file.parent.iterdir() if p.suffix != ".lock"] == []
+    file.write_text("torn")
+    with pytest.raises(UsageError, match="no newline at its end"):
+        check_results_file(file)
+    check_results_file(file, append=False)  # it is replaced whole
