@@ -137,12 +137,14 @@ def int16_from(value: Any) -> NDArray[np.int16]:
     """A stand-in's array of three axes as int16; a ValueError where that would lose anything."""
     import numpy as np
 
-    array = array_from(value)
+    array: Any = array_from(value)  # the reductions of numpy 2.5 have types of their own
     if array.ndim != 3 or array.dtype.kind not in "iu":
         raise ValueError(f"{array.dtype} {list(array.shape)}")
     bounds = np.iinfo(np.int16)
-    if array.size and not (bounds.min <= int(array.min()) and int(array.max()) <= bounds.max):
-        raise ValueError(f"ids from {array.min()} to {array.max()}, beyond int16")
+    if array.size:
+        lowest, highest = int(np.min(array)), int(np.max(array))
+        if not (bounds.min <= lowest and highest <= bounds.max):
+            raise ValueError(f"ids from {lowest} to {highest}, beyond int16")
     return array.astype(np.int16)
 
 
