@@ -145,7 +145,8 @@ def int16_from(value: Any) -> NDArray[np.int16]:
         lowest, highest = int(np.min(array)), int(np.max(array))
         if not (bounds.min <= lowest and highest <= bounds.max):
             raise ValueError(f"ids from {lowest} to {highest}, beyond int16")
-    return array.astype(np.int16)
+    narrowed: NDArray[np.int16] = array.astype(np.int16)
+    return narrowed
 
 
 def payload_by_handle(
