@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-from pathlib import Path
 
 import psutil
 
 from replay_lib.case import Needs
+from replay_lib.engine.session import cuda_devices
 
 GIB = 1 << 30
-
-
-def cuda_devices() -> int:
-    """NVIDIA devices that a worker would see."""
-    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return present
-    named = [part for part in visible.split(",") if part.strip() not in ("", "-1")]
-    return min(present, len(named))
 
 
 def memory_gib(device: str) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -45,7 +45,7 @@ class GradientCollector:
         for name, parameter in self.parameters.items():
             parameter.register_post_accumulate_grad_hook(self._hook(name))
 
-    def _hook(self, name: str):  # type: ignore[no-untyped-def]
+    def _hook(self, name: str) -> Callable[[Tensor], None]:
         def collect(parameter: Tensor) -> None:
             assert self.current is not None and parameter.grad is not None
             self.current.views[name].add_(parameter.grad)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from replay_lib.batch import RankBatch
 from replay_lib.engine.comm import Comm
 from replay_lib.engine.gradients import GradientCollector
 from replay_lib.engine.inputs import micro_batches, rank_input
@@ -151,7 +153,7 @@ def _dp_ranks(snapshot: Snapshot, wanted: tuple[int, ...] | None) -> tuple[int, 
     return chosen
 
 
-def _splits(snapshot: Snapshot, batches: list) -> list[list[list[int]]]:  # type: ignore[type-arg]
+def _splits(snapshot: Snapshot, batches: Sequence[RankBatch]) -> list[list[list[int]]]:
     """Micro-batches as the run split them: the count of a dynamic split depends on all ranks."""
     worker = snapshot.worker
     return split_ranks(
@@ -165,13 +167,12 @@ def _splits(snapshot: Snapshot, batches: list) -> list[list[list[int]]]:  # type
 
 
 def _check_memory(
-    index: object, config: ModelConfig, vocab: int, snapshot: Snapshot, device: torch.device
+    index: Metadata, config: ModelConfig, vocab: int, snapshot: Snapshot, device: torch.device
 ) -> None:
-    entries = index.state_dict_metadata  # type: ignore[attr-defined]
     parameters = sum(
         entry.size.numel()
-        for key, entry in entries.items()
-        if hasattr(entry, "size") and not key.startswith(NOT_MODEL)
+        for key, entry in index.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and not key.startswith(NOT_MODEL)
     )
     needed = needed_bytes(
         parameters,

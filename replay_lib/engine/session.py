@@ -171,10 +171,20 @@ class ReplaySession:
         self.close()
 
 
+def cuda_devices() -> int:
+    """NVIDIA devices that a worker would see; asks the driver's device files, imports no torch."""
+    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    return min(
+        present, len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
+    )
+
+
 def has_cuda() -> bool:
-    """Whether an NVIDIA driver with a device is found; asks the driver, imports no torch."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return not hidden and any(Path("/dev").glob("nvidia[0-9]*"))
+    """Whether a worker would see an NVIDIA device."""
+    return cuda_devices() > 0
 
 
 def _resolve_device(device: str) -> str:
