@@ -303,13 +303,16 @@ class _Worker:
         """End torchrun and its ranks, which it starts in process groups of their own."""
         import psutil
 
+        ranks: list[psutil.Process] = []
         with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self.process.pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
+            ranks = psutil.Process(self.process.pid).children(recursive=True)
+        for rank in ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.kill()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        psutil.wait_procs(ranks, timeout=10)  # memory is free only when they are gone
 
     def _log_end(self, lines: int = 30) -> str:
         log = self.home / "log"
