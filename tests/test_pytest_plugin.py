@@ -167,11 +167,12 @@ def test_the_count_would_see_a_case_that_is_opened_twice(suite: Suite) -> None:
     assert suite.opened() == {"iter_a": 6}
 
 
-def test_the_real_engine_opens_each_case_once_over_two_workers(suite: Suite) -> None:
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["plain", "two-workers"])
+def test_the_real_engine_opens_each_case_once(suite: Suite, workers: tuple[str, ...]) -> None:
     suite.engine("fake_engine.log_openings()")
     for name in ("a", "b"):
         suite.case(name, "expected: {disable-routing-replay: fail}")
-    result = suite.run("-n", "2", "-k", "reproduction or disable")
+    result = suite.run(*workers, "-k", "reproduction or disable")
     result.assert_outcomes(passed=4)
     assert suite.opened() == {"iter_a": 1, "iter_b": 1}
 
