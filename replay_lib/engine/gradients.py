@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-#: Words of the digest's multiplier table; gradients are hashed in blocks of this many floats.
+#: Words of the digest's multiplier table; gradients are hashed in blocks of this many pairs.
 _BLOCK = 1 << 20
 
 
@@ -23,7 +23,8 @@ class GradientBuffers:
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         total = sum(p.numel() for p in parameters.values())
         device = next(iter(parameters.values())).device
-        self.flat = torch.zeros(total, dtype=torch.float32, device=device)
+        even = total + total % 2  # the digest reads pairs; what is added stays zero
+        self.flat = torch.zeros(even, dtype=torch.float32, device=device)
         self.views: dict[str, Tensor] = {}
         start = 0
         for name, parameter in parameters.items():
@@ -73,9 +74,9 @@ def measure(buffers: GradientBuffers, names: Mapping[str, str]) -> Measured:
 
     Each parameter counts once: tied weights are one parameter, experts are separate rows of one.
     """
-    squares = torch.stack(
-        [torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in buffers.views.values()]
-    ).tolist()
+    # one fused kernel: a float64 copy of each gradient would cost five times its own size
+    each = torch._foreach_norm(list(buffers.views.values()), dtype=torch.float64)
+    squares = torch.stack(each).square().tolist()
     by_name: dict[str, float] = {}
     for own, square in zip(buffers.views, squares, strict=True):
         shown = names.get(own, own)
@@ -90,24 +91,24 @@ def measure(buffers: GradientBuffers, names: Mapping[str, str]) -> Measured:
 def digest(buffers: GradientBuffers) -> str:
     """A fingerprint of every bit of the gradient, equal only for bit-equal gradients.
 
-    The float32 bits are read as integers, multiplied by a fixed table of odd 64-bit numbers and
-    summed modulo 2**64 in blocks: integer sums do not depend on their order, so the fingerprint is
-    the same on every device. The block sums and the parameters' names and shapes go through
+    Pairs of float32 are read as 64-bit integers, multiplied by a fixed table of odd 64-bit numbers
+    and summed modulo 2**64 in blocks: integer sums do not depend on their order, so the fingerprint
+    is the same on every device. The block sums and the parameters' names and shapes go through
     SHA-256. (Hashing gigabytes on the host would cost more than the replay.)
     """
     table = _table(buffers.flat.device)
-    bits = buffers.flat.view(torch.int32)
+    bits = buffers.flat.view(torch.int64)
     whole = bits.numel() // _BLOCK * _BLOCK
-    sums: list[int] = []
-    for start in range(0, whole, 64 * _BLOCK):  # bounds the 8-byte temporaries to 0.5 GB
+    sums: list[Tensor] = []
+    for start in range(0, whole, 64 * _BLOCK):  # bounds the temporary to 0.5 GB
         block = bits[start : min(start + 64 * _BLOCK, whole)].view(-1, _BLOCK)
-        sums += (block.long() * table).sum(dim=1).tolist()
+        sums.append((block * table).sum(dim=1))
     rest = bits[whole:]
-    sums.append(int((rest.long() * table[: rest.numel()]).sum()))
+    sums.append((rest * table[: rest.numel()]).sum().reshape(1))
     outer = hashlib.sha256()
     for name, view in buffers.views.items():
         outer.update(f"{name}{tuple(view.shape)};".encode())
-    outer.update(",".join(map(str, sums)).encode())
+    outer.update(",".join(map(str, torch.cat(sums).tolist())).encode())
     return outer.hexdigest()
 
 
