@@ -12,6 +12,7 @@ from rich.table import Table
 from replay_lib.cli.output import key_value_table, print_json, stderr, stdout
 from replay_lib.zoo import KINDS, make_spike
 from replay_lib.zoo.make import CACHE
+from replay_lib.zoo.recipe import RECIPES, find_recipe
 
 zoo = typer.Typer(
     help="Make spikes with a known cause: GRPO on a tiny MoE, one fault switched on.",
@@ -45,15 +46,25 @@ def make(
     cache: Annotated[
         Path, typer.Option(metavar="DIR", help="Where base runs are kept between calls.")
     ] = CACHE,
+    size: Annotated[
+        str, typer.Option(help=f"The model and its run: {' or '.join(RECIPES)}.")
+    ] = "tiny",
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda. [default: what the size wants]")
+    ] = None,
+    precision: Annotated[
+        str, typer.Option(help="Of weights and activations: float32 or bfloat16.")
+    ] = "float32",
     json: Json = False,
 ) -> None:
     """Train (minutes, once a seed), switch KIND on, and record the step and a quiet one."""
+    recipe = find_recipe(size, device=device, precision=precision)
     console = stderr()
 
     def tell(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    report = make_spike(kind, seed=seed, out=out, cache=cache, tell=tell)
+    report = make_spike(kind, seed=seed, out=out, cache=cache, recipe=recipe, tell=tell)
     if json:
         print_json(report)
         return

@@ -36,12 +36,12 @@ def base_run(recipe: Recipe, seed: int, cache: Path, tell: Tell) -> tuple[Run, P
         with whole_directory(home) as part:
             _make(run, part, tell)
             torch.save(run.state(), part / STATE)
-    run.restore(torch.load(home / STATE, weights_only=True))
+    run.restore(torch.load(home / STATE, weights_only=True, map_location=recipe.device))
     return run, home
 
 
 def _empty(recipe: Recipe, seed: int) -> Run:
-    model = new_model(recipe.shape, torch.device("cpu"))
+    model = new_model(recipe.shape, torch.device(recipe.device), recipe.precision)
     initialise(model, seed)
     return Run(recipe=recipe, seed=seed, trainer=Trainer(model, recipe.grpo), old={})
 
@@ -66,7 +66,8 @@ def _make(run: Run, home: Path, tell: Tell) -> None:
 def _moved(run: Run) -> Any:
     """The warmed-up model in a new module: the old one's gradient hooks stay behind."""
     weights = whole_tensors(run.trainer.model)
-    model = new_model(run.recipe.shape, torch.device("cpu"))
+    recipe = run.recipe
+    model = new_model(recipe.shape, torch.device(recipe.device), recipe.precision)
     load_whole(model, weights)
     return model
 

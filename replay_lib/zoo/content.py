@@ -35,7 +35,7 @@ def step_content(
         run_config=run_config(recipe),
         batches=(gradient.batch,),
         settings=settings,
-        tensors=weights,
+        tensors={name: tensor.cpu() for name, tensor in weights.items()},
     )
 
 
@@ -57,7 +57,7 @@ def worker_config(recipe: Recipe, seed: int, rows: int, spike: SpikeSettings) ->
         "replay_routing_for_loss_tokens_only": False,
         "fp8": None,
         "fp16": False,
-        "bf16": False,
+        "bf16": recipe.precision == "bfloat16",
         "train_micro_batch_size": grpo.rows_at_once,
         "global_batch_size": rows,
         "use_dynamic_batch_size": True,
@@ -84,7 +84,7 @@ def worker_config(recipe: Recipe, seed: int, rows: int, spike: SpikeSettings) ->
 
 def run_config(recipe: Recipe) -> str:
     """Megatron-Bridge's YAML with the model's fields; objects are written as Bridge writes them."""
-    fields = model_fields(recipe.shape) | {"seq_length": recipe.grpo.seq_length}
+    fields = model_fields(recipe.shape, recipe.precision) | {"seq_length": recipe.grpo.seq_length}
     fields["activation_func"] = {"_call_": False, "_target_": fields["activation_func"]}
     fields["params_dtype"] = {"_call_": False, "_target_": f"torch.{fields['params_dtype']}"}
     model = {"_target_": "megatron.bridge.models.gpt_provider.GPTModelProvider", **fields}

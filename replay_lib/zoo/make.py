@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from replay_lib.engine.session import has_cuda
 from replay_lib.errors import EngineError, UsageError, fault
 from replay_lib.zoo.kinds import find_kind
 from replay_lib.zoo.recipe import Recipe
@@ -53,12 +54,15 @@ def make_spikes(
     tell: Tell = _silent,
 ) -> list[dict[str, Any]]:
     """Several kinds of one seed, each into a new directory of its own, in one process."""
+    recipe = recipe or Recipe()
+    if recipe.device == "cuda" and not has_cuda():
+        raise UsageError("zoo: this recipe runs on cuda, but no NVIDIA device is visible here")
     for kind, out in kinds.items():
         find_kind(kind)
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UsageError(fault(out, None, "something there already", "a new directory"))
     request = {
-        "recipe": (recipe or Recipe()).model_dump(mode="json"),
+        "recipe": recipe.model_dump(mode="json"),
         "seed": seed,
         "cache": str(cache.absolute()),
         "kinds": {kind: str(out.absolute()) for kind, out in kinds.items()},
@@ -74,7 +78,7 @@ def _ask(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="zoo-") as home:
         asked, told = Path(home) / "request.json", Path(home) / "answer.json"
         asked.write_text(json.dumps(request), encoding="utf-8")
-        status, lines = _train(asked, told, tell)
+        status, lines = _train(asked, told, request["recipe"]["device"], tell)
         if not told.exists():
             last = "\n  ".join(lines[-30:])
             raise EngineError(
@@ -84,12 +88,12 @@ def _ask(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
         return answer
 
 
-def _train(asked: Path, told: Path, tell: Tell) -> tuple[int, list[str]]:
+def _train(asked: Path, told: Path, device: str, tell: Tell) -> tuple[int, list[str]]:
     """Run the process to its end; its status and what it said."""
     command = [sys.executable, "-W", "ignore", "-m", WORKER, str(asked), str(told)]
     pipe = subprocess.PIPE
     process = subprocess.Popen(
-        command, stderr=pipe, text=True, env=_environment(), errors="replace"
+        command, stderr=pipe, text=True, env=_environment(device), errors="replace"
     )
     lines: list[str] = []
     with process:
@@ -104,10 +108,14 @@ def _train(asked: Path, told: Path, tell: Tell) -> tuple[int, list[str]]:
     return process.returncode, lines
 
 
-def _environment() -> dict[str, str]:
+def _environment(device: str) -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-    return os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    if device == "cpu":
+        own["CUDA_VISIBLE_DEVICES"] = ""
+    # cuBLAS is deterministic only with a fixed workspace
+    return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | os.environ | own
 
 
 def _named(code: str) -> type[Exception]:

@@ -85,11 +85,11 @@ def initialise(model: LiveModel, seed: int) -> None:
 
 
 def whole_tensors(model: LiveModel) -> Weights:
-    """Copies of all parameters by checkpoint key, on the CPU."""
+    """Copies of all parameters by checkpoint key, on the model's device."""
     whole: Weights = {}
     for piece in model_slices(model.module):
         if piece.key not in whole:
-            whole[piece.key] = torch.empty(piece.whole, dtype=piece.view.dtype)
+            whole[piece.key] = piece.view.new_empty(piece.whole)
         target = whole[piece.key]
         for axis, (start, length) in enumerate(zip(piece.offset, piece.view.shape, strict=True)):
             target = target.narrow(axis, start, length)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
+
+from replay_lib.errors import UsageError
 
 #: Raised whenever the code computes another run from the same numbers: cached runs are then stale.
 CODE = 1
@@ -69,16 +71,20 @@ class Grpo(_Numbers):
     steps: int = 50  # quiet steps before a cause is switched on
     graded: bool = False  # score: the share of right characters instead of the last sum
     stale: int = 1  # age of the rollout engine's weights, in steps
+    kept: int = 8  # steps whose weights are kept: no rollout engine is further behind
     rows_at_once: int = 32  # train_micro_batch_size
     seq_length: int = 64
 
 
 class Recipe(_Numbers):
-    """One base run, up to its seed."""
+    """One base run, up to its seed. ``precision`` is that of weights and activations; the
+    optimizer's own weights are float32 in any case."""
 
     shape: Shape = Shape()
     warmup: Warmup = Warmup()
     grpo: Grpo = Grpo()
+    device: Literal["cpu", "cuda"] = "cpu"
+    precision: Literal["float32", "bfloat16"] = "float32"
 
     def key(self, seed: int, versions: dict[str, str]) -> str:
         """Names the cached base run: whatever could change a bit of it is in here."""
@@ -90,3 +96,31 @@ class Recipe(_Numbers):
         }
         text = json.dumps(parts, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+#: 0.56 billion parameters, trained for a minute on one GPU: rewards are graded, for such a model
+#: solves nothing yet, and only one older state of its weights is kept.
+HALF_BILLION = Recipe(
+    shape=Shape(
+        layers=12, hidden=1024, heads=16, groups=4, channels=64, experts=16, expert_width=896
+    ),
+    warmup=Warmup(learning_rate=3e-4, longest=120),
+    grpo=Grpo(learning_rate=1e-5, steps=14, graded=True, kept=1),
+    device="cuda",
+)
+
+#: By the names that the command line takes.
+RECIPES = {"tiny": Recipe(), "half-billion": HALF_BILLION}
+
+
+def find_recipe(size: str, *, device: str | None = None, precision: str = "float32") -> Recipe:
+    """The recipe ``size`` on ``device`` (None: its own); a UsageError names what is possible."""
+    if size not in RECIPES:
+        raise UsageError(f"zoo: found size {size!r}, expected one of {', '.join(RECIPES)}")
+    chosen = {"device": device or RECIPES[size].device, "precision": precision}
+    for name, allowed in (("device", ("cpu", "cuda")), ("precision", ("float32", "bfloat16"))):
+        if chosen[name] not in allowed:
+            raise UsageError(
+                f"zoo: found {name} {chosen[name]!r}, expected one of {', '.join(allowed)}"
+            )
+    return Recipe.model_validate(RECIPES[size].model_dump() | chosen)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from replay_lib.batch import RankBatch
+from replay_lib.errors import UsageError
 from replay_lib.loss import GrpoSettings
 from replay_lib.recorder import Observation, SpikeRecorder
 from replay_lib.zoo.content import step_content
@@ -19,9 +20,6 @@ from replay_lib.zoo.rollouts import Rollouts, group_advantages, make_batch
 from replay_lib.zoo.sampler import Sampler
 from replay_lib.zoo.task import Problem, encode, make_problem
 from replay_lib.zoo.trainer import Gradient, Trainer
-
-#: Steps whose weights are kept: a rollout engine may be this many steps behind.
-OLDEST = 8
 
 
 @dataclass
@@ -49,9 +47,15 @@ class Run:
         return random.Random(f"{self.seed}/{self.step}/{purpose}")
 
     def sampler(self, age: int | None = None, weights: Weights | None = None) -> Sampler:
-        """A rollout engine with ``weights``, or with those of ``age`` steps ago."""
+        """A rollout engine with ``weights``, or with those of ``age`` steps ago (younger where the
+        run is younger)."""
         if weights is None:
             back = self.recipe.grpo.stale if age is None else age
+            if back > self.recipe.grpo.kept:
+                raise UsageError(
+                    f"zoo: this recipe keeps the weights of {self.recipe.grpo.kept} steps; "
+                    f"rollouts {back} steps old need a recipe that keeps more (tiny does)"
+                )
             weights = self.recent[max(len(self.recent) - 1 - back, 0)]
         return Sampler(self.recipe.shape, weights)
 
@@ -109,7 +113,9 @@ class Run:
     def advance(self, gradient: Gradient, score: float, learning_rate: float) -> None:
         """Update the weights and go to the next step."""
         self.trainer.update(gradient.norm, learning_rate, self.recipe.grpo.betas)
-        self.recent = [*self.recent, whole_tensors(self.trainer.model)][-OLDEST - 1 :]
+        self.recent = [*self.recent, whole_tensors(self.trainer.model)][
+            -self.recipe.grpo.kept - 1 :
+        ]
         self.norms.append(gradient.norm)
         self.scores.append(score)
         self.step += 1
@@ -125,6 +131,7 @@ class Run:
             "adam_mean": self.trainer.adam.mean.clone(),
             "adam_square": self.trainer.adam.square.clone(),
             "adam_steps": self.trainer.adam.steps,
+            "adam_master": {k: w.clone() for k, w in self.trainer.adam.master.items()},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -136,4 +143,5 @@ class Run:
         adam.mean.copy_(state["adam_mean"])
         adam.square.copy_(state["adam_square"])
         adam.steps = state["adam_steps"]
+        adam.master = {k: w.clone() for k, w in state["adam_master"].items()}
         load_whole(self.trainer.model, self.recent[-1])

@@ -39,11 +39,15 @@ class Sampled:
 
 
 class Sampler:
-    """A rollout engine with frozen weights (checkpoint keys, whole tensors)."""
+    """A rollout engine with frozen weights (checkpoint keys, whole tensors), on their device.
+
+    What goes in and what comes out is on the CPU: there, draws do not depend on the device.
+    """
 
     def __init__(self, shape: Shape, weights: Weights) -> None:
         self.shape = shape
         self.weights = {k: rounded(v.detach().float()) for k, v in weights.items()}
+        self.device = next(iter(self.weights.values())).device
 
     def sample(
         self,
@@ -76,7 +80,7 @@ class Sampler:
     def read(self, rows: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
         """What would have been recorded for given rows of n tokens, for each: experts int16
         ``[n - 1, L, K]`` and the log-probability ``[n - 1]`` of every next token."""
-        cache = _Cache.empty(self.shape, len(rows), max(map(len, rows)))
+        cache = _Cache.empty(self.shape, len(rows), max(map(len, rows)), self.device)
         ids = torch.full((len(rows), cache.width), PAD)
         for row, tokens in enumerate(rows):
             ids[row, : len(tokens)] = torch.tensor(tokens)
@@ -88,7 +92,8 @@ class Sampler:
 
     def forward(self, ids_BS: Tensor, positions_BS: Tensor, cache: _Cache) -> tuple[Tensor, Tensor]:
         """Logits ``[B, S, V]`` and experts int16 ``[B, S, L, K]``; the cache is filled."""
-        hidden = self.weights["embedding.word_embeddings.weight"][ids_BS]
+        positions_BS = positions_BS.to(self.device)
+        hidden = self.weights["embedding.word_embeddings.weight"][ids_BS.to(self.device)]
         routes = []
         for layer in range(self.shape.layers):
             hidden = rounded(hidden + self._attention(layer, hidden, positions_BS, cache))
@@ -97,7 +102,7 @@ class Sampler:
             routes.append(chosen)
         hidden = self._norm(hidden, self.weights["decoder.final_layernorm.weight"])
         logits = rounded(hidden @ self.weights["output_layer.weight"].T)
-        return logits, torch.stack(routes, dim=2).to(torch.int16)
+        return logits.cpu(), torch.stack(routes, dim=2).to(torch.int16).cpu()
 
     def _of(self, layer: int, name: str) -> Tensor:
         return self.weights[_LAYER + name][layer]
@@ -122,7 +127,7 @@ class Sampler:
         keys, values = cache.put(layer, positions, key, mixed[:, :, :, share + 1])
         keys, values = (x.repeat_interleave(share, dim=2) for x in (keys, values))
         scores = torch.einsum("bshd,bthd->bhst", query, keys) * shape.channels**-0.5
-        seen = torch.arange(keys.shape[1]) <= positions[:, :, None]
+        seen = torch.arange(keys.shape[1], device=self.device) <= positions[:, :, None]
         weights = rounded(scores.masked_fill(~seen[:, None], float("-inf")).softmax(dim=3))
         out = rounded(torch.einsum("bhst,bthd->bshd", weights, values)).flatten(2)
         return rounded(out @ self._of(layer, "self_attention.linear_proj.weight").T)
@@ -147,7 +152,8 @@ class Sampler:
 def _rotate(shape: Shape, x: Tensor, positions_BS: Tensor) -> Tensor:
     """Rotary embedding of ``[B, S, heads, D]``; channel c is paired with c + D / 2."""
     half = shape.channels // 2
-    exponent = torch.arange(0, shape.channels, 2, dtype=torch.float32) / shape.channels
+    even = torch.arange(0, shape.channels, 2, dtype=torch.float32, device=x.device)
+    exponent = even / shape.channels
     angle = positions_BS[:, :, None].float() * (1.0 / shape.rotary_base**exponent)
     cos, sin = angle.cos()[:, :, None], angle.sin()[:, :, None]
     low, high = x.tensor_split([half], dim=3)
@@ -162,9 +168,9 @@ class _Cache:
     values: Tensor
 
     @classmethod
-    def empty(cls, shape: Shape, rows: int, width: int) -> _Cache:
+    def empty(cls, shape: Shape, rows: int, width: int, device: torch.device) -> _Cache:
         size = (shape.layers, rows, width, shape.groups, shape.channels)
-        return cls(torch.zeros(size), torch.zeros(size))
+        return cls(torch.zeros(size, device=device), torch.zeros(size, device=device))
 
     @property
     def width(self) -> int:
@@ -173,7 +179,7 @@ class _Cache:
     def put(
         self, layer: int, positions: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        rows = torch.arange(positions.shape[0])[:, None]
+        rows = torch.arange(positions.shape[0], device=positions.device)[:, None]
         self.keys[layer][rows, positions] = key
         self.values[layer][rows, positions] = value
         upto = int(positions.max()) + 1
@@ -192,7 +198,7 @@ class _Decoding:
         ids = torch.full((len(prompts), int(lengths.max())), PAD)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt)
-        once = _Cache.empty(sampler.shape, len(prompts), width)
+        once = _Cache.empty(sampler.shape, len(prompts), width, sampler.device)
         positions = torch.arange(ids.shape[1]).expand(len(prompts), -1)
         logits, routes = sampler.forward(ids, positions, once)
         last = logits[torch.arange(len(prompts)), lengths - 1]
@@ -225,10 +231,11 @@ class _Decoding:
     def advance(self) -> None:
         """Process the tokens drawn; rows that are done are left out."""
         live = (~self.done).nonzero().squeeze(1)
-        cache = _Cache(self.cache.keys[:, live], self.cache.values[:, live])
+        there = live.to(self.sampler.device)
+        cache = _Cache(self.cache.keys[:, there], self.cache.values[:, there])
         positions = (self.lengths + self.counts - 1)[live][:, None]
         logits, routes = self.sampler.forward(self.last[live][:, None], positions, cache)
-        self.cache.keys[:, live], self.cache.values[:, live] = cache.keys, cache.values
+        self.cache.keys[:, there], self.cache.values[:, there] = cache.keys, cache.values
         self.logits[live] = logits[:, 0]
         for at, row in enumerate(live.tolist()):
             self.routes[row].append(routes[at, 0])

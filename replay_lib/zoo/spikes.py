@@ -18,12 +18,13 @@ from replay_lib.zoo.base import base_run, quiet_of
 from replay_lib.zoo.kinds import NATURAL, find_kind
 from replay_lib.zoo.losses import UNCLIPPED
 from replay_lib.zoo.recipe import Recipe
-from replay_lib.zoo.run import OLDEST, Run
+from replay_lib.zoo.run import Run
 
 Tell = Callable[[str], None]
 
 NATURAL_STEPS = 30
 NATURAL_RATE = 2e-4
+NATURAL_AGE = 8
 REPORT = "zoo.json"
 
 
@@ -111,7 +112,7 @@ def _natural(run: Run, recorder: SpikeRecorder) -> Observation:
     """
     largest: Observation | None = None
     for _ in range(NATURAL_STEPS):
-        rollouts = run.roll(run.sampler(age=OLDEST))
+        rollouts = run.roll(run.sampler(age=NATURAL_AGE))
         batch = run.ordinary(rollouts)
         gradient, seen, _ = run.observe(recorder, batch, UNCLIPPED)
         if seen.event is Event.SPIKE:

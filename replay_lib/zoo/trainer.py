@@ -4,7 +4,7 @@ forward, loss and gradient buffers; then clipping and Adam."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -116,11 +116,16 @@ class Trainer:
 
 @dataclass
 class Adam:
-    """Adam (Kingma and Ba 2015) over the flat gradient, without weight decay; epsilon 1e-8."""
+    """Adam (Kingma and Ba 2015) over the flat gradient, without weight decay; epsilon 1e-8.
+
+    ``master`` holds float32 weights by name where the model's are narrower: their updates are
+    smaller than a bfloat16 step.
+    """
 
     mean: Tensor
     square: Tensor
     steps: int = 0
+    master: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def new(cls, buffers: GradientBuffers) -> Adam:
@@ -145,6 +150,13 @@ class Adam:
         with torch.no_grad():
             for name in buffers.views:
                 parameter = parameters[name]
-                part = moved[start : start + parameter.numel()]
-                parameter.sub_(part.view(parameter.shape).to(parameter.dtype))
+                part = moved[start : start + parameter.numel()].view(parameter.shape)
+                self._own(name, parameter).sub_(part)
+                if name in self.master:
+                    parameter.copy_(self.master[name])
                 start += parameter.numel()
+
+    def _own(self, name: str, parameter: Tensor) -> Tensor:
+        if parameter.dtype == torch.float32:
+            return parameter
+        return self.master.setdefault(name, parameter.detach().float())

@@ -15,7 +15,7 @@ from typing import Any
 def main() -> None:
     """Entry of ``python -m replay_lib.zoo.worker REQUEST ANSWER``."""
     request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    _settle()
+    _settle(request["recipe"]["device"])
     from replay_lib.errors import SpikeReplayError
     from replay_lib.zoo.spikes import make_kinds
 
@@ -26,7 +26,7 @@ def main() -> None:
     Path(sys.argv[2]).write_text(json.dumps(answer), encoding="utf-8")
 
 
-def _settle() -> None:
+def _settle(device: str) -> None:
     """One thread, deterministic algorithms, a process group of one: the same seed, the same run."""
     import torch
 
@@ -36,8 +36,9 @@ def _settle() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    backend = "nccl" if device == "cuda" else "gloo"
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
 def _tell(line: str) -> None:

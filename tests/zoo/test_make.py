@@ -15,7 +15,7 @@ from replay_lib.errors import EngineError, UsageError
 from replay_lib.snapshot import load_settings, open_snapshot
 from replay_lib.zoo import make, make_spike, make_spikes
 from replay_lib.zoo.losses import ORDINARY, UNCLIPPED
-from replay_lib.zoo.recipe import Grpo, Recipe
+from replay_lib.zoo.recipe import Grpo, Recipe, find_recipe
 
 pytestmark = pytest.mark.xdist_group("zoo-tiny")
 
@@ -129,3 +129,29 @@ def test_what_the_process_says_last_is_told_where_it_dies(tmp_path, monkeypatch)
     first, last = str(error.value).split("End of what it said:")
     assert first == "the zoo's process ended with status 1. "
     assert "No module named replay_lib.zoo.no_such_worker" in last
+
+
+def test_a_run_in_bfloat16_replays_to_its_norm(tmp_path):
+    recipe = TINY.model_copy(update={"precision": "bfloat16"})
+    report = make_spike("poisoned-row", seed=3, out=tmp_path / "x", cache=tmp_path, recipe=recipe)
+    snapshot = open_snapshot(tmp_path / "x" / report["snapshot"])
+    with ReplaySession.open(snapshot.path, device="cpu") as session:
+        assert session.info.dtype == "bfloat16"
+        outcome = session.run(Experiment.baseline())
+    # the same pieces in the same order; sums of bfloat16 gradients move by 3e-3 elsewhere
+    assert abs(outcome.grad_norm_preclip / report["norm"] - 1) <= 3e-3
+
+
+def test_rollouts_older_than_what_is_kept_are_refused(tmp_path):
+    short = TINY.model_copy(update={"grpo": TINY.grpo.model_copy(update={"kept": 1})})
+    with pytest.raises(UsageError, match="keeps the weights of 1 steps"):
+        make_spike("natural", seed=3, out=tmp_path / "x", cache=tmp_path, recipe=short)
+
+
+def test_sizes_devices_and_precisions_are_known_by_name():
+    large = find_recipe("half-billion", precision="bfloat16")
+    assert (large.device, large.precision, large.grpo.kept) == ("cuda", "bfloat16", 1)
+    assert find_recipe("tiny") == Recipe()
+    for wrong in ({"size": "huge"}, {"size": "tiny", "device": "tpu"}):
+        with pytest.raises(UsageError, match="expected one of"):
+            find_recipe(**wrong)
