@@ -50,13 +50,13 @@ class LocalDispatcher(MoETokenDispatcher):
     def dispatch_postprocess(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``([M, H], counts [E], [M])``: tokens and probabilities sorted by expert."""
         weights = probs.gather(1, self.chosen).reshape(-1, 1)
-        sorted_weights = _Expand.apply(weights, self.order, self.inverse, 1)
-        sorted_tokens = _Expand.apply(tokens, self.order, self.inverse, self.topk)
+        sorted_weights = Expand.apply(weights, self.order, self.inverse, 1)
+        sorted_tokens = Expand.apply(tokens, self.order, self.inverse, self.topk)
         return sorted_tokens, self.counts, sorted_weights.squeeze(1)
 
     def combine_preprocess(self, tokens: Tensor) -> Tensor:
         """Back in the order of tokens, summed over the K experts of each: ``[N, H]``."""
-        return torch.as_tensor(_Combine.apply(tokens, self.order, self.inverse, self.topk))
+        return torch.as_tensor(Combine.apply(tokens, self.order, self.inverse, self.topk))
 
     def token_combine(self, tokens: Tensor) -> Tensor:
         """Nothing to fetch: every expert is here."""
@@ -68,7 +68,7 @@ class LocalDispatcher(MoETokenDispatcher):
         return tokens.view(self.shape)
 
 
-class _Expand(torch.autograd.Function):
+class Expand(torch.autograd.Function):
     """``x [N, H]`` repeated K times and sorted: ``[M, H]``; gradients sum over K."""
 
     @staticmethod
@@ -84,7 +84,7 @@ class _Expand(torch.autograd.Function):
         return back.view(-1, ctx.topk, back.shape[1]).sum(dim=1), None, None, None
 
 
-class _Combine(torch.autograd.Function):
+class Combine(torch.autograd.Function):
     """The other way round: ``[M, H]`` sorted to sums over K, ``[N, H]``."""
 
     @staticmethod

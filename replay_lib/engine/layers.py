@@ -122,8 +122,13 @@ class TorchExperts(MegatronModule):
         shape2 = (num_local_experts, config.hidden_size, inner)
         self.weight1 = nn.Parameter(torch.empty(*shape1, **options))
         self.weight2 = nn.Parameter(torch.empty(*shape2, **options))
+        # False: gradients are summed over the ranks with the same experts, not over dp x cp. With
+        # tensor parallelism those are others even where every rank has all experts, since each
+        # rank routes its own part of the tokens.
+        same = self.ep_group.size() == 1 and pg_collection.tp.size() == 1
         for parameter in (self.weight1, self.weight2):
-            parameter.allreduce = self.ep_group.size() == 1  # type: ignore[attr-defined]
+            parameter.allreduce = same  # type: ignore[attr-defined]
+            parameter.expert = True  # type: ignore[attr-defined]
 
     def forward(
         self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor, *_routing: Any

@@ -8,7 +8,7 @@ the snapshot's safe reader. Optimizer, RNG, extra and common state are never ope
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -104,12 +104,19 @@ def vocab_rows(index: Metadata, where: Path) -> int:
     return int(entry.size[0])
 
 
-def load_weights(module: torch.nn.Module, checkpoint: Path) -> list[Slice]:
+Gather = Callable[[Any], list[Any]]  # a plain value of every rank, on every rank
+
+
+def load_weights(
+    module: torch.nn.Module, checkpoint: Path, gather: Gather = lambda value: [value]
+) -> list[Slice]:
     """Fill ``module`` from the checkpoint in ``checkpoint``; returns the slices it is made of.
 
     Names are compared as sets and shapes exactly, before anything is read: a missing, extra or
-    misshapen tensor is one WeightsError that names all of them. Values are cast to the model's
-    dtype where it differs (float32 replay of bfloat16 weights).
+    misshapen tensor is one WeightsError that names all of them. ``gather`` brings the names of all
+    ranks together where the module is a shard (``Comm.gather``); each rank reads its own slices,
+    whatever layout wrote them. Values are cast to the model's dtype where it differs (float32
+    replay of bfloat16 weights).
     """
     reader = SafeReader(checkpoint)
     index = reader.read_metadata()
@@ -119,7 +126,7 @@ def load_weights(module: torch.nn.Module, checkpoint: Path) -> list[Slice]:
         if isinstance(entry, TensorStorageMetadata) and not key.startswith(NOT_MODEL)
     }
     slices = [_renamed(piece, saved) for piece in model_slices(module)]
-    _compare(slices, saved, checkpoint)
+    _compare(gather({piece.key: tuple(piece.whole) for piece in slices}), saved, checkpoint)
     plan = _Planner(slices)
     reader.set_up_storage_reader(index, is_coordinator=True)
     with torch.no_grad():
@@ -137,8 +144,10 @@ def _renamed(piece: Slice, saved: Mapping[str, Any]) -> Slice:
     return piece
 
 
-def _compare(slices: list[Slice], saved: Mapping[str, tuple[int, ...]], where: Path) -> None:
-    wanted = {piece.key: tuple(piece.whole) for piece in slices}
+def _compare(
+    shards: list[dict[str, tuple[int, ...]]], saved: Mapping[str, tuple[int, ...]], where: Path
+) -> None:
+    wanted = {key: shape for shard in shards for key, shape in shard.items()}
     problems = [f"missing in the checkpoint: {key}" for key in sorted(wanted.keys() - saved.keys())]
     problems += [f"unknown to the model: {key}" for key in sorted(saved.keys() - wanted.keys())]
     problems += [
