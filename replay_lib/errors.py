@@ -9,6 +9,7 @@
     ├── BatchError                 a batch or its routes have the wrong shape, range or columns
     ├── SettingsError              a loss setting is unknown, out of range or contradicts another
     ├── PatchError                 a mitigation is unknown, has wrong parameters or broke its seam
+    ├── TrainerError               a trainer cannot be loaded or broke its contract
     ├── CaseError                  a case.yaml is malformed or points nowhere
     ├── EngineError                the worker process failed, died, hung or ran out of memory
     └── UsageError                 a command was called with something it cannot take
@@ -79,6 +80,13 @@ class PatchError(SpikeReplayError):
     """A mitigation is unknown, has wrong parameters or broke the contract of its seam."""
 
     code = "patch"
+    exit_code = 5
+
+
+class TrainerError(SpikeReplayError):
+    """A trainer cannot be loaded, or what its loss returned is not what it should be."""
+
+    code = "trainer"
     exit_code = 5
 
 

@@ -33,7 +33,10 @@ MEANINGS: dict[ExitCode, str] = {
     ExitCode.USAGE: "the command was called with something it cannot take",
     ExitCode.INPUT: "a snapshot or a case cannot be used as it is",
     ExitCode.MODEL: "model, weights, batch or loss settings are unsupported or contradict",
-    ExitCode.PATCH: "a mitigation is unknown, has wrong parameters or broke its seam",
+    ExitCode.PATCH: (
+        "a mitigation is unknown, has wrong parameters or broke its seam, "
+        "or a trainer cannot be loaded or broke its contract"
+    ),
     ExitCode.ENGINE: "the worker process failed, died, hung or ran out of memory",
     ExitCode.INTERNAL: "a fault of this program",
     ExitCode.INTERRUPTED: "interrupted from the keyboard",

@@ -37,6 +37,7 @@ from replay_lib.suite import (
     mitigation_labels,
     summary_lines,
 )
+from replay_lib.trainers.names import GRPO, check_name
 
 Replay = Callable[..., Result]
 Quiet = Callable[[str], SideEffect]
@@ -76,6 +77,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="where tests without the gpu marker replay [default: auto]",
     )
     group.addoption(
+        "--trainer",
+        metavar="NAME",
+        default=GRPO,
+        help="whose loss is replayed: grpo, axrl or module:factory [default: grpo]",
+    )
+    group.addoption(
         "--require-device",
         action="store_true",
         help="a test whose device is missing fails; without this it is skipped",
@@ -90,6 +97,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for marker in _MARKERS:
         config.addinivalue_line("markers", marker)
+    try:
+        check_name(config.getoption("--trainer"))
+    except SpikeReplayError as error:
+        raise pytest.UsageError(str(error)) from error
     # plain -n asks for "load", which would spread one case over all workers and open it in each;
     # "loadgroup" is the same for tests that belong to no group
     if getattr(config.option, "dist", "no") == "load":
@@ -169,7 +180,10 @@ def mitigation(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def _spike_sessions(case: Case, request: pytest.FixtureRequest) -> Iterator[Sessions]:
     """Sessions of one case in this process, one a device; closed before the next case."""
-    options = ReplayOptions(mitigations=tuple(request.config.getoption("--mitigations")))
+    options = ReplayOptions(
+        mitigations=tuple(request.config.getoption("--mitigations")),
+        trainer=request.config.getoption("--trainer"),
+    )
     sessions = Sessions(case, options, _labels_of(case, request.session.items))
     yield sessions
     sessions.close()

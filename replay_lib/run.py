@@ -22,6 +22,7 @@ from replay_lib.quiet import REFUSALS, QuietControl
 from replay_lib.record.judge import Comparison, Recorded, Traits, judge_outcome
 from replay_lib.record.result import Result, quiet_faults
 from replay_lib.snapshot.opening import open_snapshot
+from replay_lib.trainers.names import GRPO
 
 #: The methods recorded for the published spikes, in the order of their documents.
 RECORDED_METHODS = (
@@ -42,6 +43,7 @@ class ReplayOptions:
     dp_ranks: tuple[int, ...] | None = None
     deterministic: bool = True
     mitigations: tuple[Path, ...] = ()
+    trainer: str = GRPO
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ def open_engine(snapshot: Path, options: ReplayOptions) -> Engine:
         dp_ranks=options.dp_ranks,
         deterministic=options.deterministic,
         mitigations=options.mitigations,
+        trainer=options.trainer,
     )
 
 

@@ -20,6 +20,7 @@ ROOMS = [
     "snapshot",
     "patch",
     "methods",
+    "trainers",
     "engine",
     "detect noise rule",
     "recorder",

@@ -27,6 +27,7 @@ from replay_lib.listing import describe_methods, describe_snapshot
 from replay_lib.methods import load_methods
 from replay_lib.record.results_file import append_results, check_results_file, read_results
 from replay_lib.run import Replayed, ReplayOptions, parse_experiments, replay_case
+from replay_lib.trainers.names import GRPO, check_name
 
 # \b keeps the lines of a paragraph as they are
 EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {c.value:>3}  {c.meaning}" for c in ExitCode)
@@ -82,6 +83,13 @@ Mitigations = Annotated[
         metavar="DIR", parser=_path, help="A directory with methods of your own; may be repeated."
     ),
 ]
+Trainer = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Whose loss is replayed: grpo (built in), axrl (the installed one), module:factory.",
+    ),
+]
 Against = Annotated[
     str,
     typer.Option(metavar="METHOD", help="Compare with this experiment instead of the baseline."),
@@ -129,11 +137,19 @@ def replay(
     dp_ranks: DpRanks = None,
     deterministic: Deterministic = True,
     mitigations: Mitigations = None,
+    trainer: Trainer = GRPO,
     results: ResultsFile = None,
     json: Json = False,
 ) -> None:
     """Replay a recorded step, as it was and under each METHOD, and judge the results."""
-    options = _options(device, precision, dp_ranks, deterministic, mitigations)
+    options = _options(
+        device,
+        precision=precision,
+        dp_ranks=dp_ranks,
+        deterministic=deterministic,
+        mitigations=mitigations,
+        trainer=trainer,
+    )
     _replay(case, method or [], against, options, results=results, json=json)
 
 
@@ -155,11 +171,19 @@ def sweep(
     dp_ranks: DpRanks = None,
     deterministic: Deterministic = True,
     mitigations: Mitigations = None,
+    trainer: Trainer = GRPO,
     results: ResultsFile = None,
     json: Json = False,
 ) -> None:
     """Try many methods on one case, in one session."""
-    options = _options(device, precision, dp_ranks, deterministic, mitigations)
+    options = _options(
+        device,
+        precision=precision,
+        dp_ranks=dp_ranks,
+        deterministic=deterministic,
+        mitigations=mitigations,
+        trainer=trainer,
+    )
     chosen = methods or list(load_methods(options.mitigations))
     _replay(case, chosen, against, options, results=results, json=json)
 
@@ -221,10 +245,12 @@ def top(
 
 def _options(
     device: str,
+    *,
     precision: str,
     dp_ranks: str | None,
     deterministic: bool,
     mitigations: list[Path] | None,
+    trainer: str,
 ) -> ReplayOptions:
     return ReplayOptions(
         device=device,
@@ -232,6 +258,7 @@ def _options(
         dp_ranks=_numbers(dp_ranks),
         deterministic=deterministic,
         mitigations=tuple(mitigations or ()),
+        trainer=check_name(trainer),
     )
 
 

@@ -34,6 +34,9 @@ from replay_lib.snapshot import (
     open_snapshot,
 )
 from replay_lib.snapshot.checkpoint import SafeReader
+from replay_lib.snapshot.trainer import read_trainer_config
+from replay_lib.trainers.loading import load_trainer
+from replay_lib.trainers.names import GRPO
 
 
 class OpenRequest(Frozen):
@@ -44,6 +47,7 @@ class OpenRequest(Frozen):
     dp_ranks: tuple[int, ...] | None = None
     deterministic: bool = True
     mitigations: tuple[str, ...] = ()
+    trainer: str = GRPO
     python_path: tuple[str, ...] = ()
 
 
@@ -69,6 +73,7 @@ def load(request: OpenRequest, comm: Comm, watch: Stopwatch) -> tuple[Loaded, Se
         config = model_config(load_model_fields(snapshot), request.precision)
     dp_ranks = _dp_ranks(snapshot, request.dp_ranks)
     settings = load_settings(snapshot)
+    trainer = load_trainer(request.trainer, read_trainer_config(snapshot))
     batches = {r: load_batch(snapshot, r) for r in range(snapshot.parallel.dp)}
     splits = _splits(snapshot, [batches[r] for r in sorted(batches)])
     watch.lap("snapshot")
@@ -102,6 +107,7 @@ def load(request: OpenRequest, comm: Comm, watch: Stopwatch) -> tuple[Loaded, Se
         micro=tuple(micro_batches(ranks, comm.device)),
         settings=settings,
         comm=comm,
+        trainer=trainer,
     )
     watch.lap("batches")
     return loaded, _info(
@@ -220,7 +226,8 @@ def _info(
         parameters=sum(p.numel() for p in loaded.collector.parameters.values()),
         versions=versions(),
         seconds=seconds,
-        notes=config.notes,
+        notes=config.notes + loaded.trainer.notes,
+        trainer=loaded.trainer.name,
     )
 
 

@@ -164,6 +164,7 @@ class SessionInfo(Frozen):
     ``dp_ranks`` are the recorded data-parallel ranks that are replayed, ``dp_recorded`` their
     number in the run. ``layout`` is how many ranks replay. ``seconds`` splits the start
     (imports, model, weights). ``deterministic`` says that deterministic algorithms are on.
+    ``trainer`` is whose loss is replayed.
     """
 
     snapshot: str
@@ -179,6 +180,7 @@ class SessionInfo(Frozen):
     versions: dict[str, str]
     seconds: dict[str, float]
     notes: tuple[str, ...] = ()
+    trainer: str = "grpo"
 
 
 def is_loss_only(seams: Sequence[Seam]) -> bool:

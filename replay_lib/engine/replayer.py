@@ -100,6 +100,7 @@ def _job(replayer: Replayer, number: int, experiment: Experiment) -> _Job:
         if any(p.seam not in LOSS_ONLY_SEAMS for p in mine):
             forward_calls.append(call.label())
     loaded = replayer.loaded
+    loaded.trainer.check_patches(patches)
     patched = apply_patches(patches, loaded.ranks, loaded.settings)
     entropy = patched.settings.entropy_control
     wants_entropy = entropy.alpha > 0 or entropy.compute_entropy

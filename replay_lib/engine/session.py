@@ -24,6 +24,7 @@ from typing import Any
 from replay_lib import errors
 from replay_lib.engine.protocol import Experiment, Outcome, SessionInfo
 from replay_lib.errors import EngineError, SpikeReplayError
+from replay_lib.trainers.names import GRPO, check_name
 
 WORKER = "replay_lib.engine.worker"
 #: Starting takes 12 to 15 s on a GPU node and loading is bound by the disk; a hang is longer.
@@ -57,6 +58,7 @@ class ReplaySession:
         ranks: int = 1,
         deterministic: bool = True,
         mitigations: Sequence[Path | str] = (),
+        trainer: str = GRPO,
         start_timeout_s: float = START_TIMEOUT_S,
         silence_timeout_s: float = SILENCE_TIMEOUT_S,
         worker_module: str = WORKER,
@@ -66,9 +68,11 @@ class ReplaySession:
         ``device``: cpu, cuda, or auto (cuda where a driver is found). ``precision``: recorded,
         float32 or bfloat16. ``dp_ranks``: a part of the recorded data-parallel ranks (a
         diagnostic, fidelity ``reduced``). ``ranks``: processes, each taking its share of the
-        data-parallel ranks. ``mitigations``: directories beside the built-in one. Raises the
-        error that the worker met, or EngineError.
+        data-parallel ranks. ``mitigations``: directories beside the built-in one. ``trainer``:
+        whose loss is replayed, grpo, axrl or module:factory; the worker alone imports it. Raises
+        the error that the worker met, or EngineError.
         """
+        check_name(trainer)
         worker = _Worker.start(_resolve_device(device), ranks, worker_module)
         request = {
             "op": "open",
@@ -77,6 +81,7 @@ class ReplaySession:
             "dp_ranks": None if dp_ranks is None else list(dp_ranks),
             "deterministic": deterministic,
             "mitigations": [str(Path(m).resolve()) for m in mitigations],
+            "trainer": trainer,
             "python_path": [p or str(Path.cwd()) for p in sys.path],
         }
         try:

@@ -23,8 +23,9 @@ from replay_lib.engine.inputs import MicroBatch, RankInput, packed_routes
 from replay_lib.engine.model import LiveModel
 from replay_lib.engine.signals import Signals, first_nonfinite
 from replay_lib.errors import PatchError
-from replay_lib.loss import GrpoSettings, micro_batch_loss
+from replay_lib.loss import GrpoSettings
 from replay_lib.patch import Seam
+from replay_lib.trainers.protocol import BUILT_IN, LoadedTrainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ class Loaded:
     micro: tuple[MicroBatch, ...]
     settings: GrpoSettings
     comm: Comm
+    trainer: LoadedTrainer = BUILT_IN
 
 
 @dataclass
@@ -111,20 +113,20 @@ def _one_micro_batch(loaded: Loaded, micro: MicroBatch, variants: Sequence[Varia
     routes = packed_routes(loaded.ranks[micro.rank], first.forced[micro.rank], micro)
     out = forward(loaded.model, micro, routes, first.settings)
     for number, variant in enumerate(variants):
-        grads = _loss_gradients(micro, variant, out)
+        grads = _loss_gradients(loaded.trainer, micro, variant, out)
         loaded.collector.current = variant.buffers
         _backward(out, grads, keep=number + 1 < len(variants))
     loaded.collector.current = None
 
 
 def _loss_gradients(
-    micro: MicroBatch, variant: Variant, out: Forward
+    trainer: LoadedTrainer, micro: MicroBatch, variant: Variant, out: Forward
 ) -> tuple[Tensor, Tensor | None]:
     log_prob = out.log_prob.detach().requires_grad_()
     entropy = out.entropy.detach().requires_grad_()
     rows = _loss_rows(micro, variant, log_prob.detach())
     weights = _token_weights(variant, rows, log_prob.detach())
-    loss = micro_batch_loss(variant.patched.settings, rows, log_prob, entropy, weights)
+    loss = trainer.loss(variant.patched.settings, rows, log_prob, entropy, weights)
     grad, grad_entropy = torch.autograd.grad(
         loss.scaled, [log_prob, entropy], allow_unused=True, materialize_grads=True
     )

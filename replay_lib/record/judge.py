@@ -127,6 +127,7 @@ def judge_outcome(
         dp_recorded=session.dp_recorded,
         layout=session.layout,
         notes=session.notes,
+        trainer=session.trainer,
         timestamp=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
 

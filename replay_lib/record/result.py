@@ -130,6 +130,7 @@ class Result(Frozen):
     dp_recorded: int = 1
     layout: dict[str, int] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    trainer: str = "grpo"
     timestamp: str
 
     @property

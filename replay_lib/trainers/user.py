@@ -1,0 +1,56 @@
+"""``module:factory``: a trainer of the user's own."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+from replay_lib.errors import SpikeReplayError, TrainerError
+from replay_lib.trainers.protocol import LoadedTrainer, checked, seams_from
+
+
+def load_user_trainer(name: str, saved: Mapping[str, Any]) -> LoadedTrainer:
+    """Import ``module`` and call ``factory(saved)``; see docs/trainers.md for the contract.
+
+    Raises TrainerError that names module, factory or field where one is not what it should be.
+    """
+    module_name, _, factory_name = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise TrainerError(
+            f"trainer {name}: module {module_name!r} cannot be imported: "
+            f"{type(error).__name__}: {error}. It must lie where the command is called, or on "
+            "PYTHONPATH"
+        ) from error
+    factory = getattr(module, factory_name, None)
+    if not callable(factory):
+        found = "nothing" if factory is None else type(factory).__name__
+        raise TrainerError(
+            f"trainer {name}: found {found} under the name {factory_name!r} in "
+            f"{module.__file__}, expected a factory that takes the recorded settings and returns "
+            "a trainer"
+        )
+    try:
+        made = factory(deepcopy(dict(saved)))
+    except SpikeReplayError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise TrainerError(
+            f"trainer {name}: factory {factory_name!r} raised {type(error).__name__}: {error}"
+        ) from error
+    loss = getattr(made, "loss", None)
+    if not callable(loss):
+        found = f"{type(made).__name__} without a method loss"
+        raise TrainerError(
+            f"trainer {name}: factory {factory_name!r} returned a {found}, expected an object "
+            "with loss(settings, rows, log_prob_BT, entropy_BT, token_weight_BT)"
+        )
+    return LoadedTrainer(
+        name=name,
+        loss=checked(name, loss),
+        refuses=seams_from(name, getattr(made, "refuses", ())),
+        notes=(f"the loss is that of {name} ({module.__file__})",),
+    )
