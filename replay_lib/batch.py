@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from replay_lib.merged import MergedRow
+
 TOKEN_COLUMNS = (
     "input_ids",
     "labels",
@@ -44,7 +46,8 @@ class RankBatch:
     ``attention_mask`` is true for real tokens, contiguous from 0. ``index`` is -1 on padding rows.
     ``routes[b]`` is int16 ``[n_b - 1, L, K]`` for a row of ``n_b`` real tokens (row ``i`` holds the
     experts used when token ``i`` was processed), or None where the row has no routes.
-    ``merge_info[b]`` is set only on rows that are prefix trees.
+    ``merge_info[b]`` is set only on rows that are prefix trees; such a row has no ``routes`` of its
+    own but those of its paths.
     """
 
     dp_rank: int
@@ -67,7 +70,7 @@ class RankBatch:
     reward: Tensor | None = None  # float32 [B]
     reward_baseline: Tensor | None = None  # float32 [B]
     routes: tuple[Tensor | None, ...] = ()
-    merge_info: tuple[Any, ...] | None = None
+    merge_info: tuple[MergedRow | None, ...] | None = None
 
     @property
     def rows(self) -> int:

@@ -31,6 +31,7 @@ class Seam(enum.StrEnum):
 
     WEIGHTS = "weights"
     MODEL = "model"
+    ROWS = "rows"
     ROUTING = "routing"
     BATCH = "batch"
     SETTINGS = "settings"
@@ -68,6 +69,15 @@ def weights_patch(apply: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]])
 def model_patch(**fields: Any) -> Patch:
     """Set fields of the model's Megatron configuration, e.g. ``moe_router_dtype="fp64"``."""
     return Patch(Seam.MODEL, lambda _present: dict(fields))
+
+
+def rows_patch(rows: str) -> Patch:
+    """How rows that are prefix trees go through the model: ``merged`` or ``unmerged``.
+
+    Unmerged, each path is a row of its own. The loss stays that of the recorded rows: each token's
+    log-probability is taken from the one path in which it is trained.
+    """
+    return Patch(Seam.ROWS, lambda _present: rows)
 
 
 def routing_patch(apply: Callable[[Tensor, RankBatch], Tensor]) -> Patch:

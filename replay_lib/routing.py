@@ -52,6 +52,7 @@ def check_routes(
     topk: int,
     experts: int,
     where: str,
+    unit: str = "row",
     moe_layers: Sequence[int] | None = None,
 ) -> None:
     """Raise BatchError at the first route that cannot have been taken, naming row, token, layer.
@@ -59,19 +60,19 @@ def check_routes(
     ``routes[b]`` is an integer tensor ``[n_b - 1, L, K]`` (or ``n_b`` rows, the last unused),
     ``lengths[b]`` is ``n_b``. Refused: some rows without routes beside rows with them, other
     counts, ids outside ``0..experts - 1``, one expert twice for a token, and a dtype too narrow
-    for ``experts`` (its ids may have wrapped). ``moe_layers`` are the layers to look into: dense
-    ones carry dummies; None looks into all.
+    for ``experts`` (its ids may have wrapped). ``unit`` is what errors call one of ``routes``.
+    ``moe_layers`` are the layers to look into: dense ones carry dummies; None looks into all.
     """
     missing = [row for row, route_TLK in enumerate(routes) if route_TLK is None]
     if missing and len(missing) < len(routes):
-        found = f"no routes for rows {missing} of {len(routes)}"
-        raise BatchError(fault(where, "routes", found, "routes for all rows or for none"))
+        found = f"no routes for {unit}s {missing} of {len(routes)}"
+        raise BatchError(fault(where, "routes", found, f"routes for all {unit}s or for none"))
     if len(routes) != len(lengths):
-        found, expected = f"{len(routes)} rows", f"{len(lengths)}, as in the batch"
+        found, expected = f"{len(routes)} {unit}s", f"{len(lengths)}, as in the batch"
         raise BatchError(fault(where, "routes", found, expected))
     for row, (route_TLK, length) in enumerate(zip(routes, lengths, strict=True)):
         if route_TLK is not None:
-            place = f"{where}: row {row}"
+            place = f"{where}: {unit} {row}"
             check_shape(route_TLK, length, layers, topk, place)
             _check_dtype(route_TLK.dtype, experts, place)
             used_TLK = route_TLK[: max(length - 1, 0)].to(torch.int64)

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "replay_lib"
 #: From the ground up: a room imports only from rooms in lines above its own, or from its own line.
 ROOMS = [
     "errors layout exit_codes writing",
-    "batch routing microbatch packing",
+    "batch routing microbatch packing merged tree_check",
     "loss",
     "snapshot",
     "patch",

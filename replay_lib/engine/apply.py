@@ -1,7 +1,7 @@
 """Apply the patches of one experiment, seam by seam, and count what they touched.
 
-Seams act in the order weights, model fields, routing, batch, settings, token weights; inside a
-seam in the order written. Every seam is a pure function here except the first two, which change
+Seams act in the order weights, model fields, rows, routing, batch, settings, token weights; inside
+a seam in the order written. Every seam is a pure function here except the first two, which change
 the live model inside a ``with`` block that puts everything back. A patch gets copies: one that
 writes into what it was given changes its own experiment and no other.
 """
@@ -19,6 +19,7 @@ from torch import Tensor
 from replay_lib.batch import ROW_COLUMNS, TOKEN_COLUMNS, RankBatch
 from replay_lib.engine.inputs import RankInput
 from replay_lib.engine.model import LiveModel
+from replay_lib.engine.trees import ROWS, several_paths
 from replay_lib.errors import PatchError
 from replay_lib.loss import GrpoSettings
 from replay_lib.patch import Patch, Seam
@@ -52,8 +53,8 @@ FIELD_VALUES: dict[str, tuple[Any, ...]] = {
 class Patched:
     """What an experiment replays, after its patches. ``touched`` counts changes by seam.
 
-    Counts of routing, batch and settings are known here; weights, model fields and token weights
-    add theirs while the model runs.
+    Counts of rows, routing, batch and settings are known here; weights, model fields and token
+    weights add theirs while the model runs. ``rows`` says how merged rows go through the model.
     """
 
     batches: tuple[RankBatch, ...]
@@ -63,17 +64,26 @@ class Patched:
     model: tuple[Patch, ...]
     token_weights: tuple[Patch, ...]
     touched: dict[Seam, int]
+    rows: str = "merged"
 
 
 def apply_patches(
-    patches: Sequence[Patch], ranks: Sequence[RankInput], settings: GrpoSettings
+    patches: Sequence[Patch],
+    ranks: Sequence[RankInput],
+    settings: GrpoSettings,
+    rows: str = "merged",
 ) -> Patched:
-    """Apply the pure seams of ``patches`` to the inputs; nothing given is modified."""
+    """Apply the pure seams of ``patches`` to the inputs; nothing given is modified.
+
+    ``rows`` is how the session packs merged rows where no patch says otherwise.
+    """
     by_seam = {seam: tuple(p for p in patches if p.seam is seam) for seam in Seam}
     touched = {seam: 0 for seam in Seam if by_seam[seam]}
     forced: list[Tensor | None] = []
     batches: list[RankBatch] = []
+    packed_as = _apply_rows(by_seam[Seam.ROWS], rows)
     for rank in ranks:
+        _add(touched, Seam.ROWS, several_paths(rank.trees) if packed_as != rows else 0)
         routing, count = _apply_routing(by_seam[Seam.ROUTING], rank)
         _add(touched, Seam.ROUTING, count)
         batch, count = _apply_batch(by_seam[Seam.BATCH], rank.batch)
@@ -90,12 +100,21 @@ def apply_patches(
         model=by_seam[Seam.MODEL],
         token_weights=by_seam[Seam.TOKEN_WEIGHTS],
         touched=touched,
+        rows=packed_as,
     )
 
 
 def _add(touched: dict[Seam, int], seam: Seam, count: int) -> None:
     if seam in touched:
         touched[seam] += count
+
+
+def _apply_rows(patches: Sequence[Patch], rows: str) -> str:
+    for patch in patches:
+        rows = patch(rows)
+        if rows not in ROWS:
+            raise PatchError(f"a rows patch must give one of {', '.join(ROWS)}; it gave {rows!r}")
+    return rows
 
 
 def _apply_routing(patches: Sequence[Patch], rank: RankInput) -> tuple[Tensor | None, int]:

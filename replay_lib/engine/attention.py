@@ -2,7 +2,7 @@
 
 Rows of a micro-batch lie one after another in one sequence of N tokens. They are gathered into a
 padded ``[B, A, S, D]`` block (a causal row never looks at the padding behind it), or, where that
-would waste more than half of the work, taken row by row.
+would waste more than half of the work, taken row by row. Merged rows go through tree_attention.
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-#: Flash, cuDNN and varlen attention vary in dQ from run to run even in torch's deterministic mode
-#: (seen on an H200, torch 2.11, bfloat16); memory-efficient and math attention do not.
-DETERMINISTIC_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+from replay_lib.engine.sdpa import causal_sdpa
+from replay_lib.engine.tree_attention import Piece, tree_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +26,8 @@ class Rows:
     ``positions [N]`` is each token's place in its row;
     ``even`` says that all rows are equally long. Else ``gather [B * S]`` maps padded to packed
     positions, ``scatter [N]`` packed to padded ones, and ``real [B * S, 1, 1]`` is 1 on positions
-    that are not padding; all are None where rows are taken one by one.
+    that are not padding; all are None where rows are taken one by one. ``pieces`` are those of
+    the trees where rows are merged: then ``positions`` are places in a path, and nothing is padded.
     """
 
     starts: tuple[int, ...]
@@ -38,10 +36,13 @@ class Rows:
     gather: Tensor | None = None
     scatter: Tensor | None = None
     real: Tensor | None = None
+    pieces: tuple[Piece, ...] = ()
 
     @property
     def longest(self) -> int:
-        """S, tokens of the longest row, the tail included."""
+        """S, tokens of the longest row (merged: of the longest path), the tail included."""
+        if self.pieces:
+            return max(piece.reach for piece in self.pieces)
         return max(b - a for a, b in pairwise(self.starts))
 
 
@@ -70,20 +71,21 @@ def rows_of(starts: list[int], device: torch.device) -> Rows:
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float) -> Tensor:
     """Attend ``query [N, A, D]`` to ``key, value [N, G, D]`` inside each row; ``[N, A, D]``."""
-    repeat = query.shape[1] // key.shape[1]
+    if rows.pieces:
+        return tree_attention(query, key, value, rows.pieces, scale)
     if rows.even:
         q, k, v = (x.view(-1, rows.longest, *x.shape[1:]) for x in (query, key, value))
-        return _causal(q, k, v, repeat, scale).flatten(0, 1)
+        return causal_sdpa(q, k, v, scale).flatten(0, 1)
     if rows.gather is None:
         parts = [
-            _causal(query[None, a:b], key[None, a:b], value[None, a:b], repeat, scale)[0]
+            causal_sdpa(query[None, a:b], key[None, a:b], value[None, a:b], scale)[0]
             for a, b in pairwise(rows.starts)
         ]
         return torch.cat(parts)
     q, k, v = (
         _Pad.apply(x, rows).view(-1, rows.longest, *x.shape[1:]) for x in (query, key, value)
     )
-    out = _causal(q, k, v, repeat, scale)
+    out = causal_sdpa(q, k, v, scale)
     return torch.as_tensor(_Unpad.apply(out.flatten(0, 1), rows))
 
 
@@ -118,16 +120,3 @@ class _Unpad(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         back = grads[0].index_select(0, ctx.rows.gather)
         return back * ctx.rows.real.to(back.dtype), None
-
-
-def _causal(query: Tensor, key: Tensor, value: Tensor, repeat: int, scale: float) -> Tensor:
-    """``[B, S, A, D]`` causal attention; key and value groups are repeated for their queries."""
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if repeat > 1:
-        k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
-    if q.is_cuda and torch.are_deterministic_algorithms_enabled():
-        with sdpa_kernel(DETERMINISTIC_BACKENDS):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-    else:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-    return out.transpose(1, 2)

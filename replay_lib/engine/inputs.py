@@ -5,6 +5,7 @@ Legend: B rows of a micro-batch, T padded width, N packed tokens, L MoE layers, 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,15 @@ from replay_lib.batch import RankBatch
 from replay_lib.engine.attention import Rows, rows_of
 from replay_lib.engine.model import LiveModel
 from replay_lib.engine.routes import PackedRoutes
+from replay_lib.engine.trees import (
+    PADDING,
+    Packing,
+    TreeRow,
+    pack_merged,
+    pack_paths,
+    row_routes,
+    tree_rows_of,
+)
 from replay_lib.errors import BatchError, fault
 from replay_lib.packing import Packed, pack
 from replay_lib.routing import check_routes, expand_routes
@@ -30,13 +40,15 @@ class RankInput:
 
     ``routes_BTLK`` are int16 experts of the MoE layers at every position (placeholders where the
     rollout has none) and ``forced_BTL`` says where the run itself forced them; both are None where
-    the run did not replay routes.
+    the run did not replay routes. ``trees`` are the rows again where some of them are merged
+    (empty: none is), with the routes of each path.
     """
 
     batch: RankBatch
     split: tuple[tuple[int, ...], ...]
     routes_BTLK: Tensor | None
     forced_BTL: Tensor | None
+    trees: tuple[TreeRow, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +63,7 @@ class MicroBatch:
     place: Tensor  # int64 [B * T], position of each token among the packed ones (0 off the mask)
     layout: Rows
     experts: Tensor | None  # int16 [L, N, K], saved experts of the MoE layers
+    origin: Tensor | None = None  # of merged rows: int64 [N] into [B * T], PADDING; on the CPU
 
     @property
     def size(self) -> int:
@@ -67,21 +80,22 @@ def rank_input(
     loss_tokens_only: bool,
 ) -> RankInput:
     """Check tokens and routes of one rank and expand the routes; refuse what cannot be replayed."""
-    if batch.merge_info is not None:
-        raise BatchError(
-            f"batch of dp rank {batch.dp_rank}: its rows are prefix trees (merge_info); a flat "
-            "replay would read them as one sequence. Replaying merged rows is not built yet."
-        )
     _check_tokens(batch, model.vocab)
     rows = tuple(tuple(part) for part in split)
+    trees = () if batch.merge_info is None else tree_rows_of(batch, routes=replay)
     if not replay:
-        return RankInput(batch=batch, split=rows, routes_BTLK=None, forced_BTL=None)
-    routes = _routes(batch, model)
+        trees = tuple(dataclasses.replace(t, path_routes=()) for t in trees)
+        return RankInput(batch=batch, split=rows, routes_BTLK=None, forced_BTL=None, trees=trees)
+    if trees:
+        trees = _tree_routes(batch, trees, model)
+        routes = [row_routes(t) for t in trees]
+    else:
+        routes = _routes(batch, model)
     expanded = expand_routes(routes, batch.attention_mask)
     forced = torch.ones(expanded.shape[:3], dtype=torch.bool)
     if loss_tokens_only:
         forced &= batch.loss_mask.unsqueeze(-1)
-    return RankInput(batch=batch, split=rows, routes_BTLK=expanded, forced_BTL=forced)
+    return RankInput(batch=batch, split=rows, routes_BTLK=expanded, forced_BTL=forced, trees=trees)
 
 
 def _check_tokens(batch: RankBatch, vocab: int) -> None:
@@ -106,40 +120,75 @@ def _check_tokens(batch: RankBatch, vocab: int) -> None:
 
 
 def _routes(batch: RankBatch, model: LiveModel) -> list[Tensor]:
-    missing = [row for row, routes in enumerate(batch.routes) if routes is None]
-    if missing or not batch.routes:
-        raise BatchError(
-            f"batch of dp rank {batch.dp_rank}: the run replayed routes, but rows "
-            f"{missing or 'all'} have none; the trainer refuses such a batch. Replay it with "
-            "disable-routing-replay to see the step without routes."
-        )
+    where = f"batch of dp rank {batch.dp_rank}"
+    _refuse_missing(where, [row for row, routes in enumerate(batch.routes) if routes is None])
+    if not batch.routes:
+        _refuse_missing(where, "all")
     routes = [r for r in batch.routes if r is not None]
+    return _moe_routes(routes, batch.lengths(), model, where=where, unit="row")
+
+
+def _tree_routes(
+    batch: RankBatch, trees: Sequence[TreeRow], model: LiveModel
+) -> tuple[TreeRow, ...]:
+    """The rows with the routes of their MoE layers, each path's checked by itself."""
+    where = f"batch of dp rank {batch.dp_rank}"
+    _refuse_missing(where, [row for row, tree in enumerate(trees) if not tree.path_routes])
+    found: list[TreeRow] = []
+    for row, (tree, length) in enumerate(zip(trees, batch.lengths(), strict=True)):
+        lengths = tree.tree.lengths if tree.tree else [length]
+        routes = _moe_routes(
+            tree.path_routes, lengths, model, where=f"{where}: row {row}", unit="path"
+        )
+        found.append(dataclasses.replace(tree, path_routes=tuple(routes)))
+    return tuple(found)
+
+
+def _refuse_missing(where: str, missing: list[int] | str) -> None:
+    if missing:
+        raise BatchError(
+            f"{where}: the run replayed routes, but rows {missing} have none; the trainer refuses "
+            "such a batch. Replay it with disable-routing-replay to see the step without routes."
+        )
+
+
+def _moe_routes(
+    routes: Sequence[Tensor], lengths: Sequence[int], model: LiveModel, *, where: str, unit: str
+) -> list[Tensor]:
+    """Routes of the MoE layers, checked; dense layers carry dummies that are dropped."""
     layers = int(routes[0].shape[1])
     moe = [i for i, is_moe in enumerate(model.moe_layers) if is_moe]
     if layers not in (len(model.moe_layers), len(moe)):
         raise BatchError(
-            f"batch of dp rank {batch.dp_rank}: routes have {layers} layers; the model has "
+            f"{where}: routes have {layers} layers; the model has "
             f"{len(model.moe_layers)} layers, {len(moe)} of them MoE"
         )
-    if layers == len(model.moe_layers):
-        routes = [r[:, moe] for r in routes]  # dense layers carry dummies
+    kept = [r[:, moe] for r in routes] if layers == len(model.moe_layers) else list(routes)
     check_routes(
-        routes,
-        batch.lengths(),
+        kept,
+        lengths,
         layers=len(moe),
         topk=model.topk,
         experts=model.experts,
-        where=f"batch of dp rank {batch.dp_rank}",
+        where=where,
+        unit=unit,
     )
-    return routes
+    return kept
 
 
-def micro_batches(ranks: Sequence[RankInput], device: torch.device) -> list[MicroBatch]:
-    """All micro-batches in the trainer's order, rank after rank, packed on ``device``."""
+def micro_batches(
+    ranks: Sequence[RankInput], device: torch.device, *, unmerged: bool = False
+) -> list[MicroBatch]:
+    """All micro-batches in the trainer's order, rank after rank, packed on ``device``.
+
+    ``unmerged`` packs the paths of merged rows, each as a row of its own, instead of their trees.
+    The split stays that of the recorded rows: all paths of one are in its micro-batch.
+    """
     out: list[MicroBatch] = []
     for position, rank in enumerate(ranks):
         for rows in rank.split:
-            out.append(_micro_batch(position, rank, rows, device))
+            make = _micro_batch if not rank.trees else _path_batch if unmerged else _tree_batch
+            out.append(make(position, rank, rows, device))
     return out
 
 
@@ -162,6 +211,43 @@ def _micro_batch(
     )
 
 
+def _tree_batch(
+    position: int, rank: RankInput, rows: tuple[int, ...], device: torch.device
+) -> MicroBatch:
+    return _gathered(position, rank, rows, pack_merged(rank.batch, rows, rank.trees, device))
+
+
+def _path_batch(
+    position: int, rank: RankInput, rows: tuple[int, ...], device: torch.device
+) -> MicroBatch:
+    packing = pack_paths(rank.batch, rows, rank.trees, device, align=ALIGN)
+    return _gathered(position, rank, rows, packing)
+
+
+def _gathered(
+    position: int, rank: RankInput, rows: tuple[int, ...], packing: Packing
+) -> MicroBatch:
+    """A micro-batch of rows that stand where ``packing`` says; padding has token and label 0."""
+    device = packing.layout.positions.device
+
+    def gather(column: Tensor) -> Tensor:
+        values = column[list(rows)].flatten()[packing.origin.clamp(min=0)]
+        return torch.where(packing.origin == PADDING, 0, values).to(device)
+
+    experts = packing.experts
+    return MicroBatch(
+        rank=position,
+        rows=rows,
+        tokens=gather(rank.batch.input_ids).unsqueeze(0),
+        labels=gather(rank.batch.labels),
+        attention_mask=rank.batch.attention_mask[list(rows)].to(device),
+        place=packing.place.to(device),
+        layout=packing.layout,
+        experts=None if experts is None else experts.permute(1, 0, 2).contiguous().to(device),
+        origin=packing.origin,
+    )
+
+
 def _places(mask: Tensor, packed: Packed) -> Tensor:
     first = packed.cu_seqlens[:-1].long().unsqueeze(1)
     return torch.where(mask, first + mask.cumsum(dim=1) - 1, 0).reshape(-1)
@@ -175,15 +261,24 @@ def packed_routes(rank: RankInput, forced_BTL: Tensor | None, micro: MicroBatch)
     """
     if micro.experts is None or forced_BTL is None or not bool(forced_BTL.any()):
         return None
-    rows = list(micro.rows)
-    forced = pack(forced_BTL[rows], rank.batch.attention_mask[rows], align=ALIGN)
-    values = forced.values
-    tail = _tail(forced)
-    values[tail:] = values[:tail].all(dim=0)
+    values = _packed_forced(rank, forced_BTL[list(micro.rows)], micro)
     return PackedRoutes(
         experts=micro.experts,
         forced=values.permute(1, 0).contiguous().to(micro.tokens.device),
     )
+
+
+def _packed_forced(rank: RankInput, forced_BTL: Tensor, micro: MicroBatch) -> Tensor:
+    """bool ``[N, L]``; padding is forced in the layers that force every real token."""
+    if micro.origin is not None:
+        padding = micro.origin == PADDING
+        values = forced_BTL.flatten(0, 1)[micro.origin.clamp(min=0)]
+        values[padding] = values[~padding].all(dim=0)
+        return values
+    forced = pack(forced_BTL, rank.batch.attention_mask[list(micro.rows)], align=ALIGN)
+    tail = _tail(forced)
+    forced.values[tail:] = forced.values[:tail].all(dim=0)
+    return forced.values
 
 
 def _packed_experts(rank: RankInput, rows: Sequence[int], device: torch.device) -> Tensor | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -21,6 +22,7 @@ from replay_lib.engine.model_config import ModelConfig, model_config
 from replay_lib.engine.protocol import Fidelity, Frozen, SessionInfo
 from replay_lib.engine.routes import attach
 from replay_lib.engine.step import Loaded
+from replay_lib.engine.tree_notes import rows_notes
 from replay_lib.engine.versions import versions
 from replay_lib.engine.weights import NOT_MODEL, canonical_names, load_weights, vocab_rows
 from replay_lib.errors import BatchError, UnsupportedModelError, UsageError
@@ -40,11 +42,16 @@ from replay_lib.trainers.names import GRPO
 
 
 class OpenRequest(Frozen):
-    """What a session is opened with; paths are absolute, ``dp_ranks`` None means all of them."""
+    """What a session is opened with; paths are absolute, ``dp_ranks`` None means all of them.
+
+    ``rows``: recorded (rows that are prefix trees as the trainer packed them), merged (the same,
+    but refused where no row is one) or unmerged (one row a path).
+    """
 
     snapshot: str
     precision: str = "recorded"
     dp_ranks: tuple[int, ...] | None = None
+    rows: Literal["recorded", "merged", "unmerged"] = "recorded"
     deterministic: bool = True
     mitigations: tuple[str, ...] = ()
     trainer: str = GRPO
@@ -75,6 +82,7 @@ def load(request: OpenRequest, comm: Comm, watch: Stopwatch) -> tuple[Loaded, Se
     settings = load_settings(snapshot)
     trainer = load_trainer(request.trainer, read_trainer_config(snapshot))
     batches = {r: load_batch(snapshot, r) for r in range(snapshot.parallel.dp)}
+    _check_rows(snapshot, request.rows, batches.values())
     splits = _splits(snapshot, [batches[r] for r in sorted(batches)])
     watch.lap("snapshot")
     index = SafeReader(snapshot.path).read_metadata()
@@ -99,6 +107,7 @@ def load(request: OpenRequest, comm: Comm, watch: Stopwatch) -> tuple[Loaded, Se
         )
         for r in mine
     ]
+    merged = any(rank.trees for rank in ranks)
     loaded = Loaded(
         model=model,
         collector=GradientCollector(model.module),
@@ -108,6 +117,8 @@ def load(request: OpenRequest, comm: Comm, watch: Stopwatch) -> tuple[Loaded, Se
         settings=settings,
         comm=comm,
         trainer=trainer,
+        unmerged=tuple(micro_batches(ranks, comm.device, unmerged=True)) if merged else (),
+        rows="unmerged" if request.rows == "unmerged" else "merged",
     )
     watch.lap("batches")
     return loaded, _info(
@@ -157,6 +168,14 @@ def _dp_ranks(snapshot: Snapshot, wanted: tuple[int, ...] | None) -> tuple[int, 
             f"the run had 0 to {recorded - 1}"
         )
     return chosen
+
+
+def _check_rows(snapshot: Snapshot, wanted: str, batches: Iterable[RankBatch]) -> None:
+    if wanted != "recorded" and all(b.merge_info is None for b in batches):
+        raise UsageError(
+            f"{snapshot.path}: rows {wanted!r} were asked for, but no row is a prefix tree "
+            "(merge_info); leave the option out"
+        )
 
 
 def _splits(snapshot: Snapshot, batches: Sequence[RankBatch]) -> list[list[list[int]]]:
@@ -226,7 +245,7 @@ def _info(
         parameters=sum(p.numel() for p in loaded.collector.parameters.values()),
         versions=versions(),
         seconds=seconds,
-        notes=config.notes + loaded.trainer.notes,
+        notes=config.notes + loaded.trainer.notes + rows_notes(loaded, config.dtype),
         trainer=loaded.trainer.name,
     )
 

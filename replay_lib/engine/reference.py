@@ -21,6 +21,7 @@ from replay_lib.engine.reference_model import (
     logits,
     read_model,
 )
+from replay_lib.engine.reference_trees import unmerged_batch
 from replay_lib.errors import BatchError, WeightsError, fault
 from replay_lib.loss import GrpoSettings, micro_batch_loss
 
@@ -61,8 +62,8 @@ def reference_step(
     gradient = (sum over ranks and micro-batches of d scaled / d parameter) / sum of denominators.
 
     Raises UnsupportedModelError for a model it does not cover, WeightsError for parameters that
-    are missing or unused, BatchError where a route is to be forced that a row does not have, for
-    merged rows, and for a partition that does not hold every row once.
+    are missing or unused, BatchError where a route is to be forced that a row does not have, and
+    for a partition that does not hold every row once. Merged rows are taken apart into their paths.
     """
     model = read_model(model_fields)
     leaves = {n: t.detach().to(torch.float64).requires_grad_() for n, t in weights.items()}
@@ -90,7 +91,11 @@ def reference_step(
 
 def _everywhere(batch: RankBatch, model: ReferenceModel) -> Tensor:
     """bool [B, T, L]: every real token of the rows that have routes."""
-    has_B = torch.tensor([r is not None for r in batch.routes] or [False] * batch.rows)
+    merged = batch.merge_info or (None,) * batch.rows
+    routes = batch.routes or (None,) * batch.rows
+    has_B = torch.tensor(
+        [r is not None or bool(m and m.path_routes) for r, m in zip(routes, merged, strict=True)]
+    )
     forced_BT = batch.attention_mask.bool() & has_B[:, None]
     return forced_BT[:, :, None].expand(-1, -1, len(model.moe_layers))
 
@@ -102,7 +107,17 @@ def _forward(
     forced_BTL: Tensor,
     entropy_top_k: int,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy ``[B, T]``, 0 outside the attention mask."""
+    """Log-probability and entropy ``[B, T]``, 0 outside the attention mask.
+
+    Rows that are prefix trees go through the model path by path.
+    """
+    if any(merged is not None for merged in rows.merge_info or ()):
+        apart = unmerged_batch(rows)
+        outputs = _forward(model, leaves, apart.batch, apart.spread(forced_BTL), entropy_top_k)
+        log_prob, entropy = (
+            torch.where(rows.attention_mask, apart.gather(x), x.new_zeros(())) for x in outputs
+        )
+        return log_prob, entropy
     saved_BTLK = _saved_experts(model, rows, forced_BTL)
     logits_BTV = logits(model, leaves, rows.input_ids, saved_BTLK, forced_BTL)
     log_prob, entropy = log_prob_and_entropy(logits_BTV, rows.labels, entropy_top_k)
@@ -129,9 +144,6 @@ def _saved_experts(model: ReferenceModel, rows: RankBatch, forced_BTL: Tensor) -
 
 
 def _check_batch(batch: RankBatch, micro_batches: Sequence[Sequence[int]]) -> None:
-    if any(merged is not None for merged in batch.merge_info or ()):
-        where = f"batch of dp rank {batch.dp_rank}"
-        raise BatchError(fault(where, "merge_info", "merged rows", "rows of one sequence each"))
     rows = sorted(r for micro_batch in micro_batches for r in micro_batch)
     if rows != list(range(batch.rows)):
         where = f"partition of dp rank {batch.dp_rank}"

@@ -101,7 +101,7 @@ def _job(replayer: Replayer, number: int, experiment: Experiment) -> _Job:
             forward_calls.append(call.label())
     loaded = replayer.loaded
     loaded.trainer.check_patches(patches)
-    patched = apply_patches(patches, loaded.ranks, loaded.settings)
+    patched = apply_patches(patches, loaded.ranks, loaded.settings, loaded.rows)
     entropy = patched.settings.entropy_control
     wants_entropy = entropy.alpha > 0 or entropy.compute_entropy
     return _Job(

@@ -55,6 +55,7 @@ class ReplaySession:
         device: str = "auto",
         precision: str = "recorded",
         dp_ranks: Sequence[int] | None = None,
+        rows: str = "recorded",
         ranks: int = 1,
         deterministic: bool = True,
         mitigations: Sequence[Path | str] = (),
@@ -67,7 +68,8 @@ class ReplaySession:
 
         ``device``: cpu, cuda, or auto (cuda where a driver is found). ``precision``: recorded,
         float32 or bfloat16. ``dp_ranks``: a part of the recorded data-parallel ranks (a
-        diagnostic, fidelity ``reduced``). ``ranks``: processes, each taking its share of the
+        diagnostic, fidelity ``reduced``). ``rows``: how rows that are prefix trees are packed
+        (recorded, merged or unmerged). ``ranks``: processes, each taking its share of the
         data-parallel ranks. ``mitigations``: directories beside the built-in one. ``trainer``:
         whose loss is replayed, grpo, axrl or module:factory; the worker alone imports it. Raises
         the error that the worker met, or EngineError.
@@ -79,6 +81,7 @@ class ReplaySession:
             "snapshot": str(Path(snapshot).resolve()),
             "precision": precision,
             "dp_ranks": None if dp_ranks is None else list(dp_ranks),
+            "rows": rows,
             "deterministic": deterministic,
             "mitigations": [str(Path(m).resolve()) for m in mitigations],
             "trainer": trainer,

@@ -30,7 +30,11 @@ from replay_lib.trainers.protocol import BUILT_IN, LoadedTrainer
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """A session's state: the live model and everything that is read once."""
+    """A session's state: the live model and everything that is read once.
+
+    ``micro`` holds merged rows as trees, ``unmerged`` the same micro-batches with one row a path
+    (empty where no row is merged). ``rows`` says which of them the session replays by itself.
+    """
 
     model: LiveModel
     collector: GradientCollector
@@ -40,6 +44,12 @@ class Loaded:
     settings: GrpoSettings
     comm: Comm
     trainer: LoadedTrainer = BUILT_IN
+    unmerged: tuple[MicroBatch, ...] = ()
+    rows: str = "merged"
+
+    def micro_batches(self, rows: str) -> tuple[MicroBatch, ...]:
+        """Micro-batches with merged rows packed as ``rows`` says."""
+        return self.unmerged if rows == "unmerged" and self.unmerged else self.micro
 
 
 @dataclass
@@ -102,7 +112,7 @@ def run_variants(
     with patched_model(loaded.model, variants[0].patched) as touched:
         for variant in variants:
             variant.touched.update(touched)
-        for micro in loaded.micro:
+        for micro in loaded.micro_batches(variants[0].patched.rows):
             _one_micro_batch(loaded, micro, variants)
             progress()
     return [_finish(loaded, variant) for variant in variants]
@@ -215,7 +225,7 @@ def bare_pass(loaded: Loaded) -> float:
     buffers = loaded.collector.new_buffers()
     loaded.collector.current = buffers
     start = time.perf_counter()
-    for micro in loaded.micro:
+    for micro in loaded.micro_batches(loaded.rows):
         rank = loaded.ranks[micro.rank]
         routes = packed_routes(rank, rank.forced_BTL, micro)
         forward(loaded.model, micro, routes, loaded.settings).log_prob.sum().backward()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from replay_lib.merged import MergedRow
     from replay_lib.snapshot.batches import load_batch, load_handles, payload_counts
     from replay_lib.snapshot.checkpoint import SafeReader, iter_tensors, read_tensors
     from replay_lib.snapshot.model import Parallel, Snapshot, SpikeSettings, WorkerConfig
     from replay_lib.snapshot.opening import open_snapshot
-    from replay_lib.snapshot.routes import MergedRow
     from replay_lib.snapshot.run_config import load_model_fields
     from replay_lib.snapshot.trainer import (
         SavedSettings,
@@ -21,11 +21,10 @@ if TYPE_CHECKING:
     from replay_lib.snapshot.write_rank import SavedHandle, object_ref
 
 _ROOMS = {
-    "batches": ("load_batch", "load_handles", "payload_counts"),
+    "batches": ("MergedRow", "load_batch", "load_handles", "payload_counts"),
     "checkpoint": ("SafeReader", "iter_tensors", "read_tensors"),
     "model": ("Parallel", "Snapshot", "SpikeSettings", "WorkerConfig"),
     "opening": ("open_snapshot",),
-    "routes": ("MergedRow",),
     "run_config": ("load_model_fields",),
     "trainer": ("SavedSettings", "load_grad_info", "load_settings", "read_settings"),
     "write": ("Content", "read_content", "write_snapshot"),

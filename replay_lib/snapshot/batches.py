@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from replay_lib import layout
 from replay_lib.batch import ROW_COLUMNS, TOKEN_COLUMNS, RankBatch
 from replay_lib.errors import BatchError, SnapshotError, fault
+from replay_lib.merged import MergedRow
 from replay_lib.snapshot.model import RankFiles, Snapshot
 from replay_lib.snapshot.pickles import load_untrusted
 from replay_lib.snapshot.routes import (
     Handle,
-    MergedRow,
     Paths,
     handle_paths,
     payload_by_handle,

@@ -8,7 +8,6 @@ entries are already sliced to those rows. Source: AXRL's ``spike_snapshot_routin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,19 +24,6 @@ if TYPE_CHECKING:
 
 Handle = tuple[Any, int, int | None]  # what identifies the object, first row, number of rows
 Paths = list[list[Handle]]  # of one row: one path, or one for each leaf of a prefix tree
-
-
-@dataclass(frozen=True, kw_only=True)
-class MergedRow:
-    """A row with several paths (a prefix tree): kept as read, not composed.
-
-    ``path_routes[p]`` is int16 ``[rows, L, K]``, the routes of path p before merging. ``tree``
-    is AXRL's PrefixMergeInfo as plain data (lists, ints, int tensors), or None where the row
-    has several paths but no tree.
-    """
-
-    path_routes: tuple[Tensor, ...]
-    tree: dict[str, Any] | None
 
 
 def unwrap(value: Any) -> Any:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from replay_lib.batch import ROW_COLUMNS, TOKEN_COLUMNS, RankBatch
 from replay_lib.errors import BatchError, fault
+from replay_lib.merged import MergedRow
 from replay_lib.snapshot.naming import Call, Instance, named, save_named
-from replay_lib.snapshot.routes import Handle, MergedRow, Paths
+from replay_lib.snapshot.routes import Handle, Paths
 
 if TYPE_CHECKING:
     from torch import Tensor

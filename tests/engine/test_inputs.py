@@ -10,10 +10,14 @@ import torch
 from replay_lib.batch import RankBatch
 from replay_lib.engine.inputs import micro_batches, packed_routes, rank_input
 from replay_lib.errors import BatchError
+from replay_lib.merged import MergedRow
 
 CPU = torch.device("cpu")
 V, E, K = 16, 4, 2
 MODEL = SimpleNamespace(moe_layers=(True, True), topk=K, experts=E, vocab=V)
+
+
+TWO_PATHS = MergedRow(path_routes=(torch.zeros(2, 2, K), torch.zeros(2, 2, K)), tree=None)
 
 
 def batch(layers: int = 2, **columns) -> RankBatch:
@@ -115,7 +119,7 @@ def test_a_row_without_tokens_is_refused():
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        ({"merge_info": (None, object())}, "its rows are prefix trees"),
+        ({"merge_info": (None, TWO_PATHS)}, r"row 1: merge_info: found 2 paths and no tree"),
         ({"routes": (None, None)}, r"rows \[0, 1\] have none"),
         ({"routes": ()}, "rows all have none"),
     ],

@@ -204,14 +204,6 @@ def test_routes_that_are_not_there_cannot_be_forced():
     )
 
 
-def test_merged_rows_are_refused():
-    with pytest.raises(BatchError) as caught:
-        run(batch=make_batch().replace(merge_info=(None, object(), None)))
-    assert str(caught.value) == (
-        "batch of dp rank 0: merge_info: found merged rows, expected rows of one sequence each"
-    )
-
-
 def test_a_partition_that_loses_a_row_is_refused():
     with pytest.raises(BatchError) as caught:
         run(partition=[[0, 1]])
