@@ -98,6 +98,22 @@ def batch_patch(apply: Callable[[RankBatch], RankBatch]) -> Patch:
     return Patch(Seam.BATCH, apply)
 
 
+def loss_mask_patch(drop: Callable[[RankBatch], Tensor]) -> Patch:
+    """Stop tokens from training, as if the trainer had masked them.
+
+    ``drop(batch)`` gets one recorded data-parallel rank's batch and returns a bool tensor,
+    ``[B, T]`` for tokens or ``[B]`` for whole rows, true where nothing trains any more. They
+    leave the denominators too; to drop the policy term alone use :func:`token_weights_patch`.
+    """
+
+    def apply(batch: RankBatch) -> RankBatch:
+        dropped = drop(batch)
+        dropped_BT = dropped.unsqueeze(1) if dropped.dim() == 1 else dropped
+        return batch.replace(loss_mask=batch.loss_mask & ~dropped_BT)
+
+    return Patch(Seam.BATCH, apply)
+
+
 def settings_patch(**fields: Any) -> Patch:
     """Set loss settings by AXRL's field names, e.g. ``mismatch_token_clip_max=2.0``."""
 

@@ -86,8 +86,8 @@ def test_every_key_of_a_side_effect_it_names_exists():
 
 def test_its_mitigation_loads_from_a_directory(tmp_path):
     (source,) = [b for b in blocks("python") if "@mitigation" in b]
-    (tmp_path / "clip_advantages.py").write_text(source)
-    method = load_methods([tmp_path])["clip-advantages"]
+    (tmp_path / "damp_advantages.py").write_text(source)
+    method = load_methods([tmp_path])["damp-advantages"]
     (patch,) = method.patches({"bound": 1.0})
     assert patch.seam == "batch"
 

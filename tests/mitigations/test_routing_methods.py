@@ -1,4 +1,4 @@
-"""The three methods that choose where saved routes are forced, on masks written out by hand."""
+"""Methods that choose where saved routes are forced, on masks written out by hand."""
 
 from __future__ import annotations
 
@@ -84,3 +84,60 @@ def test_methods_compose_in_either_order():
     other = apply_method(slugs[0], apply_method(slugs[1], REPLAYED_BTL, BATCH), BATCH)
     assert once.int().tolist() == [[[0, 0], [0, 1], [0, 1]], [[0, 0], [0, 1], [0, 0]]]
     assert torch.equal(once, other)
+
+
+def test_prompt_tokens_replay_and_trainable_ones_are_current():
+    result = apply_method("replay-r3-on-prompt-tokens-only", REPLAYED_BTL, BATCH)
+    assert result.int().tolist() == [[[1, 1], [0, 0], [0, 0]], [[1, 1], [0, 0], [0, 0]]]
+
+
+def test_both_halves_of_the_tokens_make_the_whole():
+    halves = [
+        apply_method(f"replay-r3-on-{half}-tokens-only", REPLAYED_BTL, BATCH)
+        for half in ("loss", "prompt")
+    ]
+    assert torch.equal(halves[0] ^ halves[1], REPLAYED_BTL)
+
+
+def test_later_layers_are_current():
+    result = apply_method("use-current-routing-from-moe-layer", REPLAYED_BTL, BATCH)
+    assert result.int().tolist() == [[[1, 0], [1, 0], [1, 0]], [[1, 0], [1, 0], [0, 0]]]
+    assert not apply_method(
+        "use-current-routing-from-moe-layer", REPLAYED_BTL, BATCH, layer=0
+    ).any()
+
+
+def test_one_layer_is_current():
+    result = apply_method("use-current-routing-in-one-moe-layer", REPLAYED_BTL, BATCH, layer=0)
+    assert result.int().tolist() == [[[0, 1], [0, 1], [0, 1]], [[0, 1], [0, 1], [0, 0]]]
+
+
+@pytest.mark.parametrize("name", ["from-moe-layer", "in-one-moe-layer"])
+@pytest.mark.parametrize("layer", [2, -1])
+def test_a_layer_that_the_model_does_not_have_is_refused(name, layer):
+    with pytest.raises(PatchError, match=f"found layer={layer}, expected"):
+        apply_method(f"use-current-routing-{name}", REPLAYED_BTL, BATCH, layer=layer)
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [
+        # the mask turns true at 2 (the last prompt token) and false at 5 (the last response token)
+        (1, [1, 1, 0, 0, 1, 0, 0, 1]),
+        (2, [1, 0, 0, 0, 0, 0, 0, 0]),
+        (9, [0, 0, 0, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_turn_borders_are_current(width, expected):
+    batch = make_batch([[0, 0, 1, 1, 1, 0, 0, 0]])
+    replayed = torch.ones(1, 8, 1, dtype=torch.bool)
+    result = apply_method("use-current-routing-at-turn-borders", replayed, batch, width=width)
+    assert result.flatten().int().tolist() == expected
+
+
+def test_a_row_without_borders_replays_whole():
+    replayed = torch.ones(1, 3, 1, dtype=torch.bool)
+    slug = "use-current-routing-at-turn-borders"
+    assert apply_method(slug, replayed, make_batch([[1, 1, 1]])).all()
+    with pytest.raises(PatchError, match="found width=0, expected a whole number >= 1"):
+        apply_method(slug, replayed, make_batch([[1, 1, 1]]), width=0)

@@ -140,6 +140,8 @@ def sample_batch() -> RankBatch:
         loss_mask=mask,
         attention_mask=torch.ones_like(mask),
         advantage=torch.tensor([[1.0, -3.0, -2.0, 0.5], [-1.5, 0.25, -0.7, 9.0]]),
+        old_logprobs=torch.tensor([[-1.0, -6.0, -0.5, -0.1], [-4.0, -3.0, -2.5, -1.0]]),
+        rollout_logprobs=torch.tensor([[-1.3, -5.0, -0.5, -0.1], [-4.5, -3.0, -2.4, -1.0]]),
     )
 
 
@@ -148,8 +150,14 @@ def outcome(patch: Patch) -> object:
     batch = sample_batch()
     if patch.seam is Seam.SETTINGS:
         return patch.apply(GrpoSettings())
+    if patch.seam is Seam.MODEL:
+        return patch.apply({})
     if patch.seam is Seam.BATCH:
-        return patch.apply(batch).advantage.tolist()
+        after = patch.apply(batch)
+        columns = (after.advantage, after.loss_mask, after.column("rollout_logprobs"))
+        return [column.tolist() for column in columns]
+    if patch.seam is Seam.TOKEN_WEIGHTS:
+        return patch.apply(torch.ones(2, 4), batch, batch.column("old_logprobs")).tolist()
     return patch.apply(torch.ones(2, 4, 3, dtype=torch.bool), batch).tolist()
 
 
@@ -165,7 +173,12 @@ def test_the_patch_on_the_card_runs_and_does_what_the_method_does(slug):
     assert outcome(shown) == outcome(built)
 
 
-@pytest.mark.parametrize("slug", CARDS)
+def published_methods() -> set[str]:
+    found = {part for s in PUBLISHED["spikes"] for e in s["experiments"] for part in [e["method"]]}
+    return {slug for label in found for slug in label.split("+")} & set(CARDS)
+
+
+@pytest.mark.parametrize("slug", sorted(published_methods()))
 def test_every_published_figure_is_on_the_card(slug):
     figures = []
     for spike in PUBLISHED["spikes"]:
