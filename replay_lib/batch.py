@@ -45,9 +45,9 @@ class RankBatch:
     Token columns are ``[B, T]`` and label-aligned: the value at ``t`` belongs to token ``t + 1``.
     ``attention_mask`` is true for real tokens, contiguous from 0. ``index`` is -1 on padding rows.
     ``routes[b]`` is int16 ``[n_b - 1, L, K]`` for a row of ``n_b`` real tokens (row ``i`` holds the
-    experts used when token ``i`` was processed), or None where the row has no routes.
-    ``merge_info[b]`` is set only on rows that are prefix trees; such a row has no ``routes`` of its
-    own but those of its paths.
+    experts used when token ``i`` was processed), or None where the row has no routes; int8 or uint8
+    where the trainer stored those. ``merge_info[b]`` is set only on rows that are prefix trees;
+    such a row has no ``routes`` of its own but those of its paths.
     """
 
     dp_rank: int

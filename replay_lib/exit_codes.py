@@ -15,6 +15,7 @@ class ExitCode(enum.IntEnum):
     MODEL = 4
     PATCH = 5
     ENGINE = 6
+    FINDINGS = 7
     INTERNAL = 70
     INTERRUPTED = 130
 
@@ -38,6 +39,7 @@ MEANINGS: dict[ExitCode, str] = {
         "or a trainer cannot be loaded or broke its contract"
     ),
     ExitCode.ENGINE: "the worker process failed, died, hung or ran out of memory",
+    ExitCode.FINDINGS: "doctor found an error in a snapshot",
     ExitCode.INTERNAL: "a fault of this program",
     ExitCode.INTERRUPTED: "interrupted from the keyboard",
 }

@@ -27,6 +27,7 @@ ROOMS = [
     "verdict digests",
     "case",
     "devices case_files",
+    "analysis",
     "record",
     "quiet",
     "run",

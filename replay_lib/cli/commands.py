@@ -11,6 +11,8 @@ import typer
 
 from replay_lib import __version__
 from replay_lib.case import Case
+from replay_lib.cli.arguments import as_path as _path
+from replay_lib.cli.doctor import doctor
 from replay_lib.cli.output import (
     key_value_table,
     print_error,
@@ -47,13 +49,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(zoo, name="zoo")
-
-
-def _path(text: str | Path) -> Path:
-    """A path as written; the empty one would be the current directory, which nobody meant."""
-    if not str(text):
-        raise UsageError("a path: found an empty text, expected a file or a directory")
-    return Path(text)
+app.command()(doctor)
 
 
 Json = Annotated[

@@ -156,7 +156,7 @@ def model_config(fields: Mapping[str, Any], precision: str = "recorded") -> Mode
     ``precision``: ``recorded``, or ``float32`` or ``bfloat16`` to run in another dtype. Raises
     UnsupportedModelError that names every field in the way at once.
     """
-    refused = _refused(fields)
+    refused = refused_fields(fields)
     if refused:
         raise UnsupportedModelError(
             f"{RUN_CONFIG}: this engine does not model "
@@ -175,7 +175,8 @@ def model_config(fields: Mapping[str, Any], precision: str = "recorded") -> Mode
     )
 
 
-def _refused(fields: Mapping[str, Any]) -> list[str]:
+def refused_fields(fields: Mapping[str, Any]) -> list[str]:
+    """Every field of the saved model section that this engine does not model, with its value."""
     found = [
         f"model.{name}={fields[name]!r} (only {allowed[0]!r})"
         for name, allowed in NEUTRAL.items()

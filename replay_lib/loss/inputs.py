@@ -14,7 +14,7 @@ from replay_lib.batch import RankBatch
 from replay_lib.errors import BatchError, fault
 from replay_lib.loss.settings import GrpoSettings
 
-_READ_ALWAYS = (
+READ_ALWAYS = (
     "labels",
     "loss_mask",
     "advantage",
@@ -57,7 +57,7 @@ def read_inputs(
     log-probabilities whatever its settings), and for shapes, dtypes or devices that do not fit;
     it names all that do not.
     """
-    names = _READ_ALWAYS + (("teacher_logprobs",) if settings.opd.enabled else ())
+    names = READ_ALWAYS + (("teacher_logprobs",) if settings.opd.enabled else ())
     columns = {name: rows.column(name) for name in names}
     if rows.turn_index is not None:
         columns["turn_index"] = rows.turn_index

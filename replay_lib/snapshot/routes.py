@@ -91,7 +91,11 @@ def distinct(rows: Sequence[Paths | None]) -> list[Handle]:
 
 
 def read_payload(path: Path) -> list[Tensor]:
-    """Arrays of a routing payload, each int16 ``[rows, L, K]`` (as stored, already sliced)."""
+    """Arrays of a routing payload, each ``[rows, L, K]`` (as stored, already sliced).
+
+    int16, or int8 or uint8 where the trainer stored those: a narrow type may have wrapped large
+    ids, and only its name tells. All entries have one shape of a row and one dtype.
+    """
     import torch
 
     found = load_untrusted(path, routing_table(), "the routing payloads of the batch's handles")
@@ -100,7 +104,7 @@ def read_payload(path: Path) -> list[Tensor]:
     payload: list[Tensor] = []
     for index, item in enumerate(found):
         try:
-            array = int16_from(item)
+            array = ids_from(item)
         except (ValueError, TypeError) as error:
             raise BatchError(
                 fault(path, f"entry {index}", str(error), "an integer array [rows, L, K]")
@@ -115,23 +119,31 @@ def read_payload(path: Path) -> list[Tensor]:
                     f"[rows, {layers}, {topk}] as in entry 0",
                 )
             )
+        if payload and payload[0].dtype != (dtype := torch.from_numpy(array).dtype):
+            found, expected = str(dtype), f"{payload[0].dtype} as in entry 0"
+            raise BatchError(fault(path, f"entry {index}", found, expected))
         payload.append(torch.from_numpy(array))
     return payload
 
 
-def int16_from(value: Any) -> NDArray[np.int16]:
-    """A stand-in's array of three axes as int16; a ValueError where that would lose anything."""
+def ids_from(value: Any) -> NDArray[np.integer[Any]]:
+    """A stand-in's array of three axes, as int16 where it is as wide or wider.
+
+    Narrower ones stay as they are. A ValueError where anything would be lost.
+    """
     import numpy as np
 
     array: Any = array_from(value)  # the reductions of numpy 2.5 have types of their own
     if array.ndim != 3 or array.dtype.kind not in "iu":
         raise ValueError(f"{array.dtype} {list(array.shape)}")
+    if array.dtype.itemsize == 1:
+        return array  # type: ignore[no-any-return]
     bounds = np.iinfo(np.int16)
     if array.size:
         lowest, highest = int(np.min(array)), int(np.max(array))
         if not (bounds.min <= lowest and highest <= bounds.max):
             raise ValueError(f"ids from {lowest} to {highest}, beyond int16")
-    narrowed: NDArray[np.int16] = array.astype(np.int16)
+    narrowed: NDArray[np.integer[Any]] = array.astype(np.int16)
     return narrowed
 
 

@@ -118,7 +118,11 @@ def write_routing(path: Path, handles: Sequence[RowHandles | None]) -> int:
     """A routing payload, and the number of its entries; no file where that is 0."""
     import torch
 
-    payload = [handle.rows.to(torch.int16).numpy().copy() for handle in distinct_handles(handles)]
+    narrow = (torch.int8, torch.uint8)  # kept: ids may have wrapped, and only the dtype tells
+    payload = [
+        (h.rows if h.rows.dtype in narrow else h.rows.to(torch.int16)).numpy().copy()
+        for h in distinct_handles(handles)
+    ]
     if payload:
         save_named(payload, path)
     return len(payload)

@@ -248,14 +248,29 @@ def test_handles_without_a_payload_file_are_incomplete(broken_plain: Path) -> No
     assert text in str(caught.value)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.int64, torch.uint16])
-def test_routes_of_other_integer_types_become_int16(broken_plain: Path, dtype: torch.dtype) -> None:
+INT16 = [torch.int16, torch.int32, torch.int64, torch.uint16]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, *INT16])
+def test_routes_become_int16_but_narrower_ones_keep_the_dtype_that_may_have_wrapped_them(
+    broken_plain: Path, dtype: torch.dtype
+) -> None:
     rows = [[[handle("a")]], None]
     write_raw(broken_plain, routing_handles_per_path=non_tensor({"data": rows}))
     write_payload(broken_plain, routes_of(3, 3).to(dtype))
     route = load(broken_plain).routes[0]
-    assert route is not None and route.dtype == torch.int16
+    assert route is not None and route.dtype == (torch.int16 if dtype in INT16 else dtype)
     assert route[:, 0, 0].tolist() == [3, 4, 5]
+
+
+def test_payloads_of_different_dtype_are_refused(broken_plain: Path) -> None:
+    """Joined, they would be int16, and nobody could tell that some ids may have wrapped."""
+    rows = [[[handle("a")]], [[handle("b")]]]
+    write_raw(broken_plain, routing_handles_per_path=non_tensor({"data": rows}))
+    write_payload(broken_plain, routes_of(0, 3), routes_of(0, 3, torch.int8))
+    text = r"entry 1: found torch.int8, expected torch.int16 as in entry 0"
+    with pytest.raises(BatchError, match=text):
+        load(broken_plain)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,142 @@
+"""Worker settings, model section and loss settings against each other, from the files alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from replay_lib import layout
+from replay_lib.analysis.findings import Finding, Place, finding
+from replay_lib.engine.model_config import refused_fields
+from replay_lib.snapshot.model import Snapshot
+
+#: What AXRL's worker hands to the model's provider, by the model's field. Source: AXRL
+#: ``MegatronWorker``. Recompute and offloading do not change a gradient and are left out.
+_HANDED_OVER = {
+    "moe_aux_loss_coeff": "moe_aux_loss_coeff",
+    "moe_router_load_balancing_type": "moe_router_load_balancing_type",
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "fp8": "fp8",
+}
+_RANKS = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "virtual_pipeline_model_parallel_size": "vpp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+}
+#: What the worker sets in the model section whatever its own settings are.
+_ALWAYS = {
+    "calculate_per_token_loss": (True,),
+    "attention_softmax_in_fp32": (True,),
+    "moe_router_dtype": ("fp32",),
+}
+_OFF = (None, False, 0, 0.0, "", "none")
+
+
+def check_config(snapshot: Snapshot, fields: Mapping[str, Any]) -> Iterator[Finding]:
+    """Findings about the model section ``fields`` and how it fits the worker's settings."""
+    refused = refused_fields(fields)
+    if refused:
+        yield finding("model-unsupported", layout.RUN_CONFIG, "; ".join(refused))
+    differs = [*_differences(snapshot, fields), *_always(fields)]
+    for found in differs:
+        yield finding("config-differs", layout.RUN_CONFIG, found)
+    if not snapshot.worker.deterministic_mode:
+        yield finding("not-deterministic", layout.WORKER_CONFIG, "deterministic_mode is off")
+
+
+def _differences(snapshot: Snapshot, fields: Mapping[str, Any]) -> Iterator[str]:
+    for field, name in _HANDED_OVER.items():
+        said = getattr(snapshot.worker, name)
+        if field in fields and not _same(said, fields[field]):
+            yield f"the worker says {name}={said!r}, the model section {field}={fields[field]!r}"
+    for field, name in _RANKS.items():
+        said = getattr(snapshot.parallel, name)
+        if field in fields and not _same(said, fields[field]):
+            yield f"the worker says {name}={said!r}, the model section {field}={fields[field]!r}"
+    dtype = str(fields.get("params_dtype", "float32"))
+    worker = snapshot.worker
+    ran = "bfloat16" if worker.bf16 else "float16" if worker.fp16 else "float32"
+    if dtype != ran:
+        yield f"the worker ran in {ran}, the model section says params_dtype={dtype}"
+
+
+def _always(fields: Mapping[str, Any]) -> Iterator[str]:
+    for field, expected in _ALWAYS.items():
+        moe_only = field.startswith("moe_") and not fields.get("num_moe_experts")
+        if field in fields and not moe_only and fields[field] not in expected:
+            yield f"the worker always sets {field}={expected[0]!r}, the model section has " + (
+                f"{fields[field]!r}"
+            )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one in _OFF and other in _OFF:
+        return True
+    return bool(one == other)
+
+
+def check_unread(
+    raw_worker: Mapping[str, Any],
+    snapshot: Snapshot,
+    raw_settings: Mapping[str, Any],
+    unknown: Sequence[str],
+) -> Iterator[Finding]:
+    """Settings of the worker and of the loss that nothing here reads: an error where they are on.
+
+    ``unknown`` names loss settings, nested ones with a dot.
+    """
+    for name in snapshot.worker.unknown:
+        yield _unread(name, raw_worker.get(name), layout.WORKER_CONFIG)
+    for name in unknown:
+        value: Any = raw_settings
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        yield _unread(name, value, layout.TRAINER)
+
+
+def _unread(name: str, value: Any, file: str) -> Finding:
+    off = value in ([], {}, ()) or value in _OFF
+    return finding("setting-unknown" if off else "setting-unread", file, f"{name}={value!r:.60}")
+
+
+def check_balance(
+    snapshot: Snapshot, fields: Mapping[str, Any], padding: Mapping[int, tuple[int, int]]
+) -> Iterator[Finding]:
+    """Padding in a run whose routers balance or cap; ``padding`` is (tokens, of all) by dp rank."""
+    capacity = fields.get("moe_expert_capacity_factor")
+    kind = fields.get("moe_router_load_balancing_type") or "none"
+    reasons = [f"moe_expert_capacity_factor={capacity:g}"] if isinstance(capacity, float) else []
+    if kind not in ("none", ["none"]) and (fields.get("moe_aux_loss_coeff") or 0):
+        reasons.append(f"moe_aux_loss_coeff={fields['moe_aux_loss_coeff']!r}")
+    if fields.get("moe_z_loss_coeff"):
+        reasons.append(f"moe_z_loss_coeff={fields['moe_z_loss_coeff']!r}")
+    if not reasons or not fields.get("num_moe_experts"):
+        return
+    for dp_rank, (padded, whole) in padding.items():
+        if padded:
+            found = f"{padded} of {whole} packed tokens are padding, with {', '.join(reasons)}"
+            file = snapshot.files_of(dp_rank).batch
+            yield finding("padding-moves-balance", file, found, Place(dp_rank=dp_rank))
+
+
+def check_packed_lengths(
+    snapshot: Snapshot, lengths: Mapping[int, Sequence[int]]
+) -> Iterator[Finding]:
+    """Rows whose length is no multiple of 2 x cp, which context parallelism has to pad."""
+    cp = snapshot.parallel.cp
+    if cp == 1:
+        return
+    for dp_rank, rows in lengths.items():
+        uneven = [row for row, n in enumerate(rows) if n % (2 * cp)]
+        if uneven:
+            found = (
+                f"{len(uneven)} of {len(rows)} rows are no multiple of 2 x {cp} tokens long, the "
+                f"first one {rows[uneven[0]]}"
+            )
+            file = snapshot.files_of(dp_rank).batch
+            at = Place(dp_rank=dp_rank, row=uneven[0])
+            yield finding("packed-length-uneven", file, found, at)
