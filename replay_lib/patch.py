@@ -134,6 +134,47 @@ def token_weights_patch(apply: Callable[[Tensor, RankBatch, Tensor], Tensor]) ->
 
 
 @dataclass(frozen=True, kw_only=True)
+class Norms:
+    """What an answer that acts after the norm knows of a step; all L2, before clipping.
+
+    ``clip_grad`` is the run's own clip (None or 0: none), ``param_norms`` those of each parameter
+    by name, ``quiet_param_norms`` the same of the case's quiet control, None without one.
+    """
+
+    norm: float
+    median: float | None
+    clip_grad: float | None
+    param_norms: Mapping[str, float]
+    quiet_param_norms: Mapping[str, float] | None
+
+
+def clipped(norm: float, bound: float | None) -> float:
+    """Megatron's clipping: norm * min(1, bound / (norm + 1e-6)); no bound, no clip."""
+    return norm * min(1.0, bound / (norm + 1e-6)) if bound else norm
+
+
+@dataclass(frozen=True)
+class AfterNorm:
+    """An answer on the optimizer's side: the norm of what it lets through (``postclip_norm``)."""
+
+    answer: Callable[[Norms], float]
+
+    def __call__(self, norms: Norms) -> float:
+        """``answer(norms)``; what it raises becomes a PatchError."""
+        try:
+            return float(self.answer(norms))
+        except SpikeReplayError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise PatchError(
+                f"an answer after the norm raised {type(error).__name__}: {error}"
+            ) from error
+
+
+Built = Patch | AfterNorm | Sequence[Patch]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Mitigation:
     """A named, parametrized method. ``build(**params)`` gives its patches."""
 
@@ -143,7 +184,7 @@ class Mitigation:
     source: str
     diagnostic: bool
     changes_unit: bool
-    build: Callable[..., Patch | Sequence[Patch]]
+    build: Callable[..., Built]
     after_norm: bool = False
 
     @property
@@ -153,6 +194,24 @@ class Mitigation:
 
     def patches(self, params: Mapping[str, Any] | None = None) -> tuple[Patch, ...]:
         """Patches for ``params``; an unknown parameter is an error that lists the known ones."""
+        built = self._built(self._checked(params))
+        if isinstance(built, AfterNorm) and self.after_norm:
+            return ()  # what acts after the norm has nothing to patch before it
+        if isinstance(built, Patch):
+            return (built,)
+        listed = isinstance(built, Sequence) and (len(built) > 0 or self.after_norm)
+        if not listed or isinstance(built, AfterNorm) or not all(_is_patch(p) for p in built):
+            raise PatchError(
+                f"mitigation {self.slug}: found {built!r}, expected a patch or several"
+            )
+        return tuple(built)
+
+    def answer(self, params: Mapping[str, Any] | None = None) -> AfterNorm | None:
+        """What it does to the norm afterwards; None for a method that acts before it."""
+        built = self._built(self._checked(params))
+        return built if isinstance(built, AfterNorm) else None
+
+    def _checked(self, params: Mapping[str, Any] | None) -> dict[str, Any]:
         given = dict(params or {})
         unknown = sorted(set(given) - set(self.defaults))
         if unknown:
@@ -170,17 +229,9 @@ class Mitigation:
                 raise PatchError(
                     f"mitigation {self.slug}: {name}: found {value!r}, expected a finite number"
                 )
-        built = self._built(given)
-        patches = (built,) if isinstance(built, Patch) else built
-        # what acts after the norm has nothing to patch before it
-        listed = isinstance(patches, Sequence) and (len(patches) > 0 or self.after_norm)
-        if not (listed and all(isinstance(p, Patch) for p in patches)):
-            raise PatchError(
-                f"mitigation {self.slug}: found {built!r}, expected a patch or several"
-            )
-        return tuple(patches)
+        return given
 
-    def _built(self, given: Mapping[str, Any]) -> Patch | Sequence[Patch]:
+    def _built(self, given: Mapping[str, Any]) -> Built:
         """What ``build`` returns; what it raises becomes a PatchError that names the slug."""
         try:
             return self.build(**given)
@@ -196,6 +247,10 @@ class Mitigation:
         """Seams that the default patches touch, in the order of application."""
         present = {p.seam for p in self.patches()}
         return tuple(s for s in Seam if s in present)
+
+
+def _is_patch(value: object) -> bool:
+    return isinstance(value, Patch)
 
 
 def _kind(default: Any) -> str | None:
@@ -219,16 +274,17 @@ def mitigation(
     diagnostic: bool = False,
     changes_unit: bool = False,
     after_norm: bool = False,
-) -> Callable[[Callable[..., Patch | Sequence[Patch]]], Mitigation]:
+) -> Callable[[Callable[..., Built]], Mitigation]:
     """Declare a mitigation; every parameter of the decorated function needs a default.
 
     ``diagnostic``: it changes what the training means, so it is never called proven.
     ``changes_unit``: it changes the unit of the loss (denominator, aggregation, global scale), so
     it is also judged by ``ratio_scaled``. ``after_norm``: it acts after the norm (clipping,
-    skipping) and has no patches; it is judged ``not_applicable``.
+    skipping), returns an :class:`AfterNorm` (or nothing: the run's own clip) instead of patches,
+    and is judged ``not_applicable``.
     """
 
-    def wrap(build: Callable[..., Patch | Sequence[Patch]]) -> Mitigation:
+    def wrap(build: Callable[..., Built]) -> Mitigation:
         for parameter in inspect.signature(build).parameters.values():
             if parameter.default is inspect.Parameter.empty:
                 raise PatchError(f"mitigation {slug}: parameter {parameter.name} has no default")

@@ -30,6 +30,7 @@ class QuietControl:
     case: Case
     read: Callable[[], Recorded]
     start: Callable[[], Engine]
+    param_norms: dict[str, float] | None = None  # of its baseline, once that was replayed
     _effects: dict[str, SideEffect] = field(default_factory=dict)
 
     def effect(self, experiment: Experiment) -> SideEffect | None:
@@ -92,6 +93,7 @@ class QuietControl:
     def _keep(
         self, engine: Engine, recorded: Recorded, outcome: Outcome, baseline: Outcome
     ) -> None:
+        self.param_norms = baseline.param_norms
         self._effects[outcome.experiment.name] = judge_quiet(
             outcome, baseline=baseline, session=engine.info, case=self.case, recorded=recorded
         )

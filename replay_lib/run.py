@@ -206,6 +206,7 @@ class OpenCase:
             repeat_digest=second.digest,
             compared=compared,
             side_effect=self.quiet.effect(experiment) if self.quiet else None,
+            quiet_param_norms=self.quiet.param_norms if self.quiet else None,
         )
         return judge_outcome(
             replays.outcome(experiment, arriving),
@@ -222,6 +223,11 @@ class OpenCase:
             diagnostic=any(m.diagnostic for m in used),
             changes_unit=any(m.changes_unit for m in used),
             after_norm=bool(used) and all(m.after_norm for m in used),
+            answers=tuple(
+                answer
+                for method, call in zip(used, calls, strict=True)
+                if (answer := method.answer(call.params)) is not None
+            ),
         )
 
 

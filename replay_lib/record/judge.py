@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from replay_lib.case import Case
 from replay_lib.engine.protocol import Experiment, MitigationCall, Outcome, SessionInfo
 from replay_lib.noise import noise_of
+from replay_lib.patch import AfterNorm, Norms, clipped
 from replay_lib.record.result import OldResult, Result, SideEffect
 from replay_lib.rule import Verdict, ratio_of, reduction_of, relative_difference
 from replay_lib.verdict import Judgement, Measured, Variant, judge
@@ -36,6 +37,7 @@ class Traits:
     diagnostic: bool = False
     changes_unit: bool = False
     after_norm: bool = False
+    answers: tuple[AfterNorm, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,8 @@ class Comparison:
 
     ``baseline`` was replayed twice in the session; ``repeat_norm`` and ``repeat_digest`` are the
     second one's. ``compared`` is the outcome of the experiment named by ``against``,
-    ``side_effect`` what this experiment does to the quiet control.
+    ``side_effect`` what this experiment does to the quiet control, ``quiet_param_norms`` the norms
+    of that step's parameters with nothing patched.
     """
 
     baseline: Outcome
@@ -52,6 +55,7 @@ class Comparison:
     repeat_digest: str
     compared: Outcome
     side_effect: SideEffect | None = None
+    quiet_param_norms: Mapping[str, float] | None = None
 
     @property
     def deterministic(self) -> bool:
@@ -118,7 +122,7 @@ def judge_outcome(
         repeat_spread=beside.repeat_spread,
         ratio_scaled=judgement.ratio_scaled,
         side_effect=beside.side_effect,
-        postclip_norm=_postclip(norm, recorded.clip_grad) if traits.after_norm else None,
+        postclip_norm=_postclip(outcome, beside, recorded, traits),
         nonfinite=outcome.nonfinite,
         diagnostic=traits.diagnostic,
         evidence=case.provenance.evidence,
@@ -248,8 +252,25 @@ def _old(judgement: Judgement) -> tuple[OldResult, ...]:
     )
 
 
-def _postclip(norm: float, clip_grad: float | None) -> float:
-    """Megatron's clipping: norm * min(1, clip / (norm + 1e-6))."""
-    if not clip_grad:
-        return norm
-    return norm * min(1.0, clip_grad / (norm + 1e-6))
+def _postclip(
+    outcome: Outcome, beside: Comparison, recorded: Recorded, traits: Traits
+) -> float | None:
+    """The norm that answers after it let through, one after the other; None without any.
+
+    An experiment that names no answer of its own but is declared to act after the norm gets the
+    run's own clip.
+    """
+    norm = outcome.grad_norm_preclip
+    if not traits.answers:
+        return clipped(norm, recorded.clip_grad) if traits.after_norm else None
+    for answer in traits.answers:
+        norm = answer(
+            Norms(
+                norm=norm,
+                median=recorded.median,
+                clip_grad=recorded.clip_grad,
+                param_norms=outcome.param_norms,
+                quiet_param_norms=beside.quiet_param_norms,
+            )
+        )
+    return norm

@@ -16,7 +16,7 @@ from replay_lib.engine.protocol import MitigationCall, Retained
 from replay_lib.errors import PatchError
 from replay_lib.loss import GrpoSettings
 from replay_lib.methods import load_methods
-from replay_lib.patch import Patch, Seam
+from replay_lib.patch import AfterNorm, Norms, Patch, Seam
 from replay_lib.record.cards import (
     BLOCK_END,
     BLOCK_START,
@@ -145,6 +145,15 @@ def sample_batch() -> RankBatch:
     )
 
 
+NORMS = Norms(
+    norm=5.0,
+    median=1.0,
+    clip_grad=2.0,
+    param_norms={"a": 3.0, "b": 4.0},
+    quiet_param_norms={"a": 2.0, "b": 10.0},
+)
+
+
 def outcome(patch: Patch) -> object:
     """What a patch does to a sample of its seam, as something comparable."""
     batch = sample_batch()
@@ -167,6 +176,10 @@ def test_the_patch_on_the_card_runs_and_does_what_the_method_does(slug):
     names: dict[str, object] = {}
     exec(compile(code, str(CARDS[slug].file), "exec"), names)
     shown = names["patch"]
+    if METHODS[slug].after_norm:
+        assert isinstance(shown, AfterNorm)
+        assert shown(NORMS) == METHODS[slug].answer()(NORMS) != NORMS.norm
+        return
     assert isinstance(shown, Patch)
     (built,) = METHODS[slug].patches()
     assert shown.seam is built.seam
