@@ -41,6 +41,7 @@ class ReplayOptions:
     device: str = "auto"
     precision: str = "recorded"
     dp_ranks: tuple[int, ...] | None = None
+    rows: str = "recorded"
     deterministic: bool = True
     mitigations: tuple[Path, ...] = ()
     trainer: str = GRPO
@@ -72,6 +73,7 @@ def open_engine(snapshot: Path, options: ReplayOptions) -> Engine:
         device=options.device,
         precision=options.precision,
         dp_ranks=options.dp_ranks,
+        rows=options.rows,
         deterministic=options.deterministic,
         mitigations=options.mitigations,
         trainer=options.trainer,

@@ -70,6 +70,13 @@ DpRanks = Annotated[
         help="Replay these recorded data-parallel ranks only: a diagnostic, not full-fidelity.",
     ),
 ]
+Rows = Annotated[
+    Literal["recorded", "merged", "unmerged"],
+    typer.Option(
+        help="Rows that are prefix trees: as the trainer packed them (recorded; merged refuses a "
+        "snapshot without any), or each path as a row of its own."
+    ),
+]
 Deterministic = Annotated[
     bool, typer.Option(help="Deterministic algorithms wherever the device has them.")
 ]
@@ -131,6 +138,7 @@ def replay(
     device: Device = "auto",
     precision: Precision = "recorded",
     dp_ranks: DpRanks = None,
+    rows: Rows = "recorded",
     deterministic: Deterministic = True,
     mitigations: Mitigations = None,
     trainer: Trainer = GRPO,
@@ -142,6 +150,7 @@ def replay(
         device,
         precision=precision,
         dp_ranks=dp_ranks,
+        rows=rows,
         deterministic=deterministic,
         mitigations=mitigations,
         trainer=trainer,
@@ -165,6 +174,7 @@ def sweep(
     device: Device = "auto",
     precision: Precision = "recorded",
     dp_ranks: DpRanks = None,
+    rows: Rows = "recorded",
     deterministic: Deterministic = True,
     mitigations: Mitigations = None,
     trainer: Trainer = GRPO,
@@ -176,6 +186,7 @@ def sweep(
         device,
         precision=precision,
         dp_ranks=dp_ranks,
+        rows=rows,
         deterministic=deterministic,
         mitigations=mitigations,
         trainer=trainer,
@@ -244,6 +255,7 @@ def _options(
     *,
     precision: str,
     dp_ranks: str | None,
+    rows: str,
     deterministic: bool,
     mitigations: list[Path] | None,
     trainer: str,
@@ -252,6 +264,7 @@ def _options(
         device=device,
         precision=precision,
         dp_ranks=_numbers(dp_ranks),
+        rows=rows,
         deterministic=deterministic,
         mitigations=tuple(mitigations or ()),
         trainer=check_name(trainer),

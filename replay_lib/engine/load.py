@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -23,6 +23,7 @@ from replay_lib.engine.protocol import Fidelity, Frozen, SessionInfo
 from replay_lib.engine.routes import attach
 from replay_lib.engine.step import Loaded
 from replay_lib.engine.tree_notes import rows_notes
+from replay_lib.engine.trees import check_rows_option
 from replay_lib.engine.versions import versions
 from replay_lib.engine.weights import NOT_MODEL, canonical_names, load_weights, vocab_rows
 from replay_lib.errors import BatchError, UnsupportedModelError, UsageError
@@ -82,7 +83,7 @@ def load(request: OpenRequest, comm: Comm, watch: Stopwatch) -> tuple[Loaded, Se
     settings = load_settings(snapshot)
     trainer = load_trainer(request.trainer, read_trainer_config(snapshot))
     batches = {r: load_batch(snapshot, r) for r in range(snapshot.parallel.dp)}
-    _check_rows(snapshot, request.rows, batches.values())
+    check_rows_option(request.rows, list(batches.values()), snapshot.path)
     splits = _splits(snapshot, [batches[r] for r in sorted(batches)])
     watch.lap("snapshot")
     index = SafeReader(snapshot.path).read_metadata()
@@ -168,14 +169,6 @@ def _dp_ranks(snapshot: Snapshot, wanted: tuple[int, ...] | None) -> tuple[int, 
             f"the run had 0 to {recorded - 1}"
         )
     return chosen
-
-
-def _check_rows(snapshot: Snapshot, wanted: str, batches: Iterable[RankBatch]) -> None:
-    if wanted != "recorded" and all(b.merge_info is None for b in batches):
-        raise UsageError(
-            f"{snapshot.path}: rows {wanted!r} were asked for, but no row is a prefix tree "
-            "(merge_info); leave the option out"
-        )
 
 
 def _splits(snapshot: Snapshot, batches: Sequence[RankBatch]) -> list[list[list[int]]]:

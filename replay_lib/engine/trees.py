@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from replay_lib.batch import RankBatch
 from replay_lib.engine.attention import Rows, rows_of
 from replay_lib.engine.tree_attention import Piece, pieces_of
+from replay_lib.errors import UsageError, fault
 from replay_lib.merged import PrefixTree, differing_routes, merged_routes, training_paths
 from replay_lib.routing import placeholder
 from replay_lib.tree_check import checked_tree
@@ -52,6 +54,13 @@ class Packing:
     place: Tensor
     layout: Rows
     experts: Tensor | None
+
+
+def check_rows_option(wanted: str, batches: Sequence[RankBatch], where: Path) -> None:
+    """Raise UsageError where a packing of trees is asked for and no row is one."""
+    if wanted != "recorded" and all(batch.merge_info is None for batch in batches):
+        found = f"{wanted} asked for where no row is a prefix tree (merge_info)"
+        raise UsageError(fault(where, "rows", found, "recorded", "Leave the option out."))
 
 
 def tree_rows_of(batch: RankBatch, *, routes: bool) -> tuple[TreeRow, ...]:

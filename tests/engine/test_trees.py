@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,8 @@ from tree_shapes import FOREST, ONE_BRANCH, PREFIX, SHAPES, SINGLE, TWICE, merge
 from replay_lib.batch import RankBatch
 from replay_lib.engine.inputs import MicroBatch, RankInput, micro_batches, packed_routes, rank_input
 from replay_lib.engine.reference_trees import unmerged_batch
-from replay_lib.errors import BatchError
+from replay_lib.engine.trees import check_rows_option
+from replay_lib.errors import BatchError, UsageError
 
 CPU = torch.device("cpu")
 V, E, K, L, WIDTH = 50, 6, 2, 2, 40
@@ -199,6 +201,18 @@ def test_an_inconsistent_row_is_named():
     rows.merge_info[1].tree["nodes"][1]["start"] = 4
     with pytest.raises(BatchError, match=r"dp rank 0: row 1: merge_info\.nodes\[1\]: found tokens"):
         read(rows)
+
+
+def test_a_packing_of_trees_is_refused_where_there_are_none():
+    flat = batch().replace(merge_info=None)
+    check_rows_option("recorded", [flat], Path("x"))
+    check_rows_option("unmerged", [flat, batch()], Path("x"))
+    with pytest.raises(UsageError) as caught:
+        check_rows_option("unmerged", [flat], Path("x"))
+    assert str(caught.value) == (
+        "x: rows: found unmerged asked for where no row is a prefix tree (merge_info), expected "
+        "recorded. Leave the option out."
+    )
 
 
 @pytest.mark.parametrize("name", SHAPES)

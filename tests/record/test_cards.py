@@ -161,6 +161,8 @@ def outcome(patch: Patch) -> object:
         return patch.apply(GrpoSettings())
     if patch.seam is Seam.MODEL:
         return patch.apply({})
+    if patch.seam is Seam.ROWS:
+        return patch.apply("merged")
     if patch.seam is Seam.BATCH:
         after = patch.apply(batch)
         columns = (after.advantage, after.loss_mask, after.column("rollout_logprobs"))
