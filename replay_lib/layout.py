@@ -25,6 +25,13 @@ TRAIN_STATE = "train_state.pt"
 
 CASE_FILE = "case.yaml"
 
+#: Files of a portable snapshot: this library's own layout, without a pickle.
+PORTABLE = "portable.json"  # read first: schema version, and the sha256 of every other file
+PORTABLE_FACTS = "snapshot.json"
+PORTABLE_WORKER = "worker_config.json"
+PORTABLE_RUN_CONFIG = "run_config.json"
+PORTABLE_TRAINER = "trainer.json"
+
 _ITER = re.compile(r"^iter_(\d{7,})$")
 _RANK_FILE = re.compile(r"^(batch|routing_payload|grad_info)_rank(\d+)\.pt$")
 
@@ -59,3 +66,33 @@ def rank_file(path: Path) -> tuple[str, int] | None:
     """``(kind, global rank)`` of a per-rank file, or None for any other file."""
     match = _RANK_FILE.match(path.name)
     return (match.group(1), int(match.group(2))) if match else None
+
+
+def is_portable(directory: Path) -> bool:
+    """Whether ``directory`` holds a portable snapshot: its first file is there."""
+    return (directory / PORTABLE).is_file()
+
+
+def portable_weights(number: int) -> str:
+    """The ``number``-th file of parameters (from 1)."""
+    return f"weights-{number:05d}.safetensors"
+
+
+def portable_columns(dp_rank: int) -> str:
+    """Columns of data-parallel rank ``dp_rank``, and the arrays of its prefix trees."""
+    return f"batch_dp{dp_rank}.safetensors"
+
+
+def portable_rows(dp_rank: int) -> str:
+    """What is no tensor in that batch: handles of its routes, and prefix trees."""
+    return f"batch_dp{dp_rank}.json"
+
+
+def portable_routing(dp_rank: int) -> str:
+    """Routes of data-parallel rank ``dp_rank``; absent where its batch has no handles."""
+    return f"routing_dp{dp_rank}.safetensors"
+
+
+def portable_grad_info(rank: int) -> str:
+    """Per-parameter figures of GLOBAL rank ``rank``."""
+    return f"grad_info_rank{rank}.json"

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "replay_lib"
 
 #: From the ground up: a room imports only from rooms in lines above its own, or from its own line.
 ROOMS = [
-    "errors layout exit_codes writing",
+    "errors layout exit_codes writing digests",
     "batch routing microbatch packing merged tree_check",
     "loss",
     "snapshot",
@@ -24,7 +24,7 @@ ROOMS = [
     "engine",
     "detect noise rule",
     "recorder",
-    "verdict digests",
+    "verdict",
     "case",
     "devices case_files",
     "analysis",

@@ -179,6 +179,8 @@ class _Planner(LoadPlanner):
     experts of a parameter in one chunk would be read once a layer.
     """
 
+    copies_out = True  # what is committed is copied at once, so a chunk needs no buffer of its own
+
     def __init__(self, slices: list[Slice]) -> None:
         self.slices: dict[str, list[Slice]] = {}
         for piece in slices:

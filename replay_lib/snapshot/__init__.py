@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from replay_lib.snapshot.checkpoint import SafeReader, iter_tensors, read_tensors
     from replay_lib.snapshot.model import Parallel, Snapshot, SpikeSettings, WorkerConfig
     from replay_lib.snapshot.opening import open_snapshot
+    from replay_lib.snapshot.portable.writing import export_snapshot, import_snapshot
     from replay_lib.snapshot.run_config import load_model_fields
     from replay_lib.snapshot.trainer import (
         SavedSettings,
@@ -25,6 +26,7 @@ _ROOMS = {
     "checkpoint": ("SafeReader", "iter_tensors", "read_tensors"),
     "model": ("Parallel", "Snapshot", "SpikeSettings", "WorkerConfig"),
     "opening": ("open_snapshot",),
+    "portable.writing": ("export_snapshot", "import_snapshot"),
     "run_config": ("load_model_fields",),
     "trainer": ("SavedSettings", "load_grad_info", "load_settings", "read_settings"),
     "write": ("Content", "read_content", "write_snapshot"),
@@ -42,6 +44,8 @@ __all__ = [
     "Snapshot",
     "SpikeSettings",
     "WorkerConfig",
+    "export_snapshot",
+    "import_snapshot",
     "iter_tensors",
     "load_batch",
     "load_grad_info",

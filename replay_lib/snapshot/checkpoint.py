@@ -2,7 +2,7 @@
 
 Optimizer, RNG, extra and common state are never opened: they are not in the table that this
 module works from. Source: Megatron-Core's ``torch_dist`` format over torch's distributed
-checkpoint.
+checkpoint. A portable snapshot's parameters are read through the same table and fragments.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
 
+from replay_lib import layout
 from replay_lib.errors import SnapshotError, WeightsError, fault
 from replay_lib.snapshot.dcp_metadata import Fragment, TensorEntry, read_table
 from replay_lib.snapshot.pickles import load_stream
@@ -46,7 +47,7 @@ class SafeReader(FileSystemReader):
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         """The checkpoint's parameters, from the checked table."""
-        table = read_table(self._directory)
+        table = stored_table(self._directory)
         self._fragments = {
             MetadataIndex(entry.key, fragment.offsets): (entry, fragment)
             for entry in table.values()
@@ -70,6 +71,9 @@ class SafeReader(FileSystemReader):
                 raise SnapshotError(fault(self._directory, entry.key, "an object", "a tensor"))
             whole = load_fragment(self._directory, entry, fragment)
             part = whole[_slices(item.storage_offsets, item.lengths)]
+            if getattr(planner, "copies_out", False):  # no buffer between file and model
+                planner.commit_tensor(item, part)
+                continue
             target = planner.resolve_tensor(item).detach()
             target.copy_(part)
             planner.commit_tensor(item, target)
@@ -92,7 +96,7 @@ def read_tensors(path: str | Path, keys: Iterable[str] | None = None) -> dict[st
     too, ``[layers, experts, ...]``. Raises WeightsError naming keys that are not there.
     """
     directory = Path(path)
-    table = read_table(directory)
+    table = stored_table(directory)
     wanted = list(table) if keys is None else list(keys)
     absent = sorted(set(wanted) - set(table))
     if absent:
@@ -110,11 +114,23 @@ def read_tensors(path: str | Path, keys: Iterable[str] | None = None) -> dict[st
 def iter_tensors(path: str | Path) -> Iterator[tuple[str, Tensor]]:
     """As :func:`read_tensors`, one parameter at a time, for models larger than memory."""
     directory = Path(path)
-    for key, entry in read_table(directory).items():
+    for key, entry in stored_table(directory).items():
         yield key, _assembled(directory, entry)
 
 
+def stored_table(directory: Path) -> dict[str, TensorEntry]:
+    """Parameters of the snapshot in ``directory`` by key, in either layout; errors as of
+    :func:`~replay_lib.snapshot.dcp_metadata.read_table`."""
+    if layout.is_portable(directory):
+        from replay_lib.snapshot.portable.weights import weights_table
+
+        return weights_table(directory)
+    return read_table(directory)
+
+
 def _assembled(directory: Path, entry: TensorEntry) -> Tensor:
+    if len(entry.fragments) == 1:  # it tiles the tensor: it is the tensor
+        return load_fragment(directory, entry, entry.fragments[0])
     whole = torch.empty(entry.shape, dtype=entry.dtype)
     filled = torch.zeros(entry.shape, dtype=torch.bool)
     for fragment in entry.fragments:
@@ -130,6 +146,10 @@ def _assembled(directory: Path, entry: TensorEntry) -> Tensor:
 
 def load_fragment(directory: Path, entry: TensorEntry, fragment: Fragment) -> Tensor:
     """One stored chunk, of the shape and dtype that the table states."""
+    if layout.is_portable(directory):
+        from replay_lib.snapshot.portable.weights import weights_fragment
+
+        return weights_fragment(directory, entry, fragment)
     file = directory / fragment.name
     with file.open("rb") as stream:
         content = _slice(stream, fragment)

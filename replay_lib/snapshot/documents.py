@@ -16,10 +16,16 @@ COPY_AGAIN = (
     "Wait until all ranks have finished writing, or copy the file again from where it was written"
 )
 
+NO_TRAINER = (
+    "Old versions of the trainer did not save it, and the loss settings are nowhere else. What the "
+    "snapshot states and its batches can still be looked at; to replay it, put the trainer.pt of a "
+    "newer snapshot of the same run beside it"
+)
 
-def missing(path: Path, why: str) -> IncompleteSnapshotError:
-    """The error for a file that is not there."""
-    return IncompleteSnapshotError(fault(path, None, "no such file", why, f"{COPY_AGAIN}."))
+
+def missing(path: Path, why: str, then: str = COPY_AGAIN) -> IncompleteSnapshotError:
+    """The error for a file that is not there; ``then`` says what can be done."""
+    return IncompleteSnapshotError(fault(path, None, "no such file", why, f"{then}."))
 
 
 def read_text(path: Path, why: str) -> str:

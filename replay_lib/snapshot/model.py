@@ -151,7 +151,7 @@ class RankFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """One ``iter_*`` directory, checked for completeness.
+    """One ``iter_*`` directory, or a portable one, checked for completeness.
 
     Norms are L2 over all parameters; ``grad_norm_preclip`` is before clipping and None where
     the trainer did not record one. The median is of the steps before, the spike excluded. Both
@@ -171,16 +171,23 @@ class Snapshot:
     worker: WorkerConfig
     dp_rank_files: tuple[RankFiles, ...]
     sizes: dict[str, int]  # bytes by file name
+    portable: bool = False  # in this library's own layout, not in the trainer's
 
     @property
     def trainer_file(self) -> Path:
         """The file that holds the loss settings."""
-        return self.path / layout.TRAINER
+        return self.path / (layout.PORTABLE_TRAINER if self.portable else layout.TRAINER)
 
     @property
     def run_config_file(self) -> Path:
         """The file that holds the model's architecture."""
-        return self.path / layout.RUN_CONFIG
+        return self.path / (layout.PORTABLE_RUN_CONFIG if self.portable else layout.RUN_CONFIG)
+
+    def routing_file(self, dp_rank: int) -> Path:
+        """Where the routes of data-parallel rank ``dp_rank`` are, if it has any."""
+        if self.portable:
+            return self.path / layout.portable_routing(dp_rank)
+        return self.path / layout.routing_file(self.parallel.first_rank(dp_rank))
 
     @property
     def size(self) -> int:

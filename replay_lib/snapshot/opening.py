@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
-from typing import Any, TypeVar
-
-from pydantic import BaseModel, ValidationError
+from typing import Any
 
 from replay_lib import layout
 from replay_lib.errors import IncompleteSnapshotError, SnapshotError, fault
@@ -23,36 +21,45 @@ from replay_lib.snapshot.model import (
     WorkerConfig,
     worker_from,
 )
+from replay_lib.snapshot.stated import (
+    integer,
+    metadata_version,
+    number,
+    parallel_from,
+    validated,
+)
 
-KNOWN_VERSIONS = (1, 2)  # of AXRL's metadata; older files state none
 _METADATA_IS = "the metadata that AXRL's rank 0 writes last"
-_T = TypeVar("_T", bound=BaseModel)
 
 
 def open_snapshot(path: str | Path) -> Snapshot:
-    """Read and check the snapshot in directory ``path`` (``iter_*``); needs no torch.
+    """Read and check the snapshot in directory ``path``, in either layout; needs no torch.
 
     Raises IncompleteSnapshotError naming the first file that is missing or cut short, and
     SnapshotError where a file says something it cannot.
     """
     directory = _directory(Path(path))
+    if layout.is_portable(directory):
+        from replay_lib.snapshot.portable.opening import open_portable
+
+        return open_portable(directory)
     metadata, source, legacy = _read_metadata(directory)
     raw, raw_source = _worker_config(directory, metadata, source)
-    worker = _validated(WorkerConfig, worker_from, raw, raw_source)
+    worker = validated(WorkerConfig, worker_from, raw, raw_source)
     spike = raw.get("spike_debug") or {}
     parallel = parallel_from(raw, raw_source)
     _check_shared_files(directory, legacy)
-    count = _integer(metadata, "routing_payload_count_rank0", source)
+    count = integer(metadata, "routing_payload_count_rank0", source)
     return Snapshot(
         path=directory,
         step=_step(directory, metadata, source),
-        grad_norm_preclip=_number(metadata, "grad_norm", source),
-        grad_norm_median=_number(metadata, "grad_norm_median", source),
-        spike_ratio_recorded=_number(metadata, "spike_ratio_actual", source),
-        metadata_version=_version(metadata, source),
+        grad_norm_preclip=number(metadata, "grad_norm", source),
+        grad_norm_median=number(metadata, "grad_norm_median", source),
+        spike_ratio_recorded=number(metadata, "spike_ratio_actual", source),
+        metadata_version=metadata_version(metadata, source),
         legacy=legacy,
         routing_payload_count_rank0=count,
-        spike=_validated(SpikeSettings, SpikeSettings.model_validate, spike, raw_source),
+        spike=validated(SpikeSettings, SpikeSettings.model_validate, spike, raw_source),
         parallel=parallel,
         worker=worker,
         dp_rank_files=_rank_files(directory, parallel, count),
@@ -105,44 +112,8 @@ def _worker_config(
     return config, source
 
 
-def _validated(model: type[_T], build: Any, raw: Any, source: Path) -> _T:
-    try:
-        built = build(raw)
-    except (ValidationError, AttributeError, TypeError) as error:
-        first = error.errors()[0] if isinstance(error, ValidationError) else None
-        field = ".".join(str(part) for part in first["loc"]) if first else None
-        found = repr(first["input"]) if first else f"{type(raw).__name__} ({error})"
-        expected = first["msg"] if first else f"an object of {model.__name__} fields"
-        raise SnapshotError(fault(source, field, found, expected)) from error
-    assert isinstance(built, model)
-    return built
-
-
-def _number(values: dict[str, Any], key: str, source: Path) -> float | None:
-    value = values.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise SnapshotError(fault(source, key, repr(value), "a number or null"))
-    try:
-        return float(value)
-    except OverflowError as error:
-        raise SnapshotError(
-            fault(source, key, "an integer beyond float range", "a number or null")
-        ) from error
-
-
-def _integer(values: dict[str, Any], key: str, source: Path, least: int = 0) -> int | None:
-    value = values.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise SnapshotError(fault(source, key, repr(value), f"an integer of {least} or more"))
-    return value
-
-
 def _step(directory: Path, metadata: dict[str, Any], source: Path) -> int:
-    step = _integer(metadata, "global_step", source)
+    step = integer(metadata, "global_step", source)
     if step is None:
         step = layout.step_of(directory)
     if step is None:
@@ -150,52 +121,6 @@ def _step(directory: Path, metadata: dict[str, Any], source: Path) -> int:
             fault(source, "global_step", "nothing", "the step, here or in the directory's name")
         )
     return step
-
-
-def _version(metadata: dict[str, Any], source: Path) -> int | None:
-    version = _integer(metadata, "metadata_version", source)
-    if version is not None and version not in KNOWN_VERSIONS:
-        raise SnapshotError(
-            fault(
-                source,
-                "metadata_version",
-                str(version),
-                " or ".join(map(str, KNOWN_VERSIONS)),
-                "The trainer is newer than this reader: take a newer version of this package.",
-            )
-        )
-    return version
-
-
-def parallel_from(raw: dict[str, Any], source: Path) -> Parallel:
-    """The layout that a worker configuration from file ``source`` states."""
-
-    def ranks(key: str) -> int:
-        return _integer(raw, key, source, least=1) or 1
-
-    tp = ranks("tp_size")
-    # Megatron takes the tensor-parallel size for experts where none is given
-    etp = tp if "etp_size" in raw and raw["etp_size"] is None else ranks("etp_size")
-    parallel = Parallel(
-        tp=tp,
-        pp=ranks("pp_size"),
-        vpp=_integer(raw, "vpp_size", source, least=1),
-        cp=ranks("cp_size"),
-        ep=ranks("ep_size"),
-        etp=etp,
-        dp=ranks("dp_size"),
-    )
-    dense = parallel.tp * parallel.cp * parallel.dp
-    if dense % (parallel.ep * parallel.etp):
-        raise SnapshotError(
-            fault(
-                source,
-                "ep_size",
-                f"ep {parallel.ep} x etp {parallel.etp}",
-                f"a divisor of tp x cp x dp = {dense}",
-            )
-        )
-    return parallel
 
 
 def _check_shared_files(directory: Path, legacy: bool) -> None:

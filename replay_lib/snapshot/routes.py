@@ -148,23 +148,24 @@ def ids_from(value: Any) -> NDArray[np.integer[Any]]:
 
 
 def payload_by_handle(
-    rows: Sequence[Paths | None], payload_file: Path | None, expected_file: Path
+    rows: Sequence[Paths | None], payload: Sequence[Tensor] | None, file: Path, *, lost: bool
 ) -> dict[Handle, Tensor]:
     """Routes of each distinct handle, int16 ``[n, L, K]``.
 
-    Raises IncompleteSnapshotError where there are handles and no payload file, and BatchError
-    with both counts where they differ in number.
+    ``payload`` are those of ``file``, None where there is no such file; ``lost`` says that the
+    trainer may never have written it. Raises IncompleteSnapshotError where there are handles and
+    no payload file, and BatchError with both counts where they differ in number.
     """
     handles = distinct(rows)
-    if payload_file is None:
+    if payload is None:
         if handles:
-            raise missing(expected_file, f"payloads of the batch's {len(handles)} handles")
+            why = f"payloads of the batch's {len(handles)} handles"
+            raise missing(file, why, _LOST) if lost else missing(file, why)
         return {}
-    payload = read_payload(payload_file)
     if len(payload) != len(handles):
         raise BatchError(
             fault(
-                payload_file,
+                file,
                 None,
                 f"{len(payload)} routing payloads",
                 f"one for each of the batch's {len(handles)} distinct handles",
@@ -172,6 +173,12 @@ def payload_by_handle(
             )
         )
     return dict(zip(handles, payload, strict=True))
+
+
+_LOST = (
+    "Old versions of the trainer did not save routes; they ended with the run, and the step cannot "
+    "be replayed as it was. What the snapshot states can still be looked at, and its weights read"
+)
 
 
 def tie(rows: Sequence[Paths | None], payload: dict[Handle, Tensor]) -> list[list[Tensor] | None]:

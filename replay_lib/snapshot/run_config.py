@@ -11,38 +11,42 @@ from typing import Any
 
 import yaml
 
-from replay_lib import layout
 from replay_lib.errors import SnapshotError, fault
 from replay_lib.snapshot.documents import COPY_AGAIN, read_text
 from replay_lib.snapshot.model import Snapshot
+from replay_lib.snapshot.reader import reader_of
 
+_WHY = "a mapping with the model's fields under 'model'"
 _MARKS = ("_target_", "_call_", "_partial_", "_args_", "_name_")
 
 
 def load_model_fields(snapshot: Snapshot) -> dict[str, Any]:
     """The model's fields of ``snapshot``; see :func:`read_model_fields`."""
-    return read_model_fields(snapshot.path / layout.RUN_CONFIG)
+    return model_fields(reader_of(snapshot).run_config(snapshot), snapshot.run_config_file)
 
 
 def read_model_fields(path: Path) -> dict[str, Any]:
-    """The model's fields in a ``run_config.yaml`` as plain values.
+    """The model's fields in a ``run_config.yaml`` as plain values; see :func:`model_fields`."""
+    return model_fields(read_text(path, _WHY), path)
+
+
+def model_fields(text: str, path: Path) -> dict[str, Any]:
+    """The model's fields in the text of a ``run_config.yaml`` as plain values.
 
     A dtype becomes its name ("float32", "bfloat16"), a function or class its dotted name, an
     enum its member's name ("flash"), a partial ``{"function", "args", "kwargs"}``, any other
     object a mapping of its fields that keeps ``_target_``. The provider's class stays as the
-    string ``_target_``. Raises SnapshotError where the file is no such document.
+    string ``_target_``. Raises SnapshotError, naming ``path``, where it is no such document.
     """
-    why = "a mapping with the model's fields under 'model'"
-    text = read_text(path, why)
     try:
         document = yaml.safe_load(text)
         model = document.get("model") if isinstance(document, dict) else None
         if not isinstance(model, dict):
-            raise SnapshotError(fault(path, "model", type(model).__name__, why))
+            raise SnapshotError(fault(path, "model", type(model).__name__, _WHY))
         return {str(key): _plain(value, {}) for key, value in model.items()}
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         found = f"a document that is not plain YAML ({str(error).splitlines()[0]})"
-        raise SnapshotError(fault(path, None, found, why, f"{COPY_AGAIN}.")) from error
+        raise SnapshotError(fault(path, None, found, _WHY, f"{COPY_AGAIN}.")) from error
 
 
 def _plain(value: Any, seen: dict[int, Any]) -> Any:

@@ -1,7 +1,6 @@
-"""Loss settings out of ``trainer.pt``, and the per-parameter figures of ``grad_info``.
+"""Loss settings out of the saved trainer, and the per-parameter figures of ``grad_info``.
 
-The settings of the loss exist nowhere else in a snapshot. Pydantic v2 pickles an object as its
-``__dict__`` and some bookkeeping; only the former is read.
+The settings of the loss exist nowhere else in a snapshot.
 """
 
 from __future__ import annotations
@@ -12,11 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from replay_lib import layout
-from replay_lib.errors import SettingsError, SnapshotError, UnsupportedModelError, fault
+from replay_lib.errors import SettingsError, SnapshotError, fault
 from replay_lib.snapshot.model import Snapshot
-from replay_lib.snapshot.pickles import load_untrusted
-from replay_lib.snapshot.stand_ins import GRPO_TRAINER, StandIn, trainer_table
+from replay_lib.snapshot.reader import reader_of
 
 if TYPE_CHECKING:
     from replay_lib.loss.settings import GrpoSettings
@@ -72,40 +69,7 @@ def read_settings(snapshot: Snapshot) -> SavedSettings:
 
 def read_trainer_config(snapshot: Snapshot) -> dict[str, Any]:
     """The saved GrpoTrainerConfig as nested plain dictionaries."""
-    path = snapshot.trainer_file
-    trainer = load_untrusted(path, trainer_table(), "the trainer, which holds the loss settings")
-    if not isinstance(trainer, StandIn):
-        raise SnapshotError(fault(path, None, type(trainer).__name__, "a trainer"))
-    if trainer.pickled_as != GRPO_TRAINER:
-        raise UnsupportedModelError(
-            fault(
-                path,
-                None,
-                f"a {trainer.pickled_as}",
-                f"a {GRPO_TRAINER}",
-                "Snapshots of critics and of supervised fine-tuning are not modelled.",
-            )
-        )
-    state = trainer.state
-    config = _as_plain(state.get("config")) if isinstance(state, dict) else None
-    if not isinstance(config, dict):
-        raise SnapshotError(fault(path, "config", type(config).__name__, "the loss settings"))
-    return config
-
-
-def _as_plain(value: Any) -> Any:
-    """Pydantic objects as dictionaries, their extra keys included."""
-    if isinstance(value, StandIn):
-        state = value.state if isinstance(value.state, dict) else {}
-        fields = state.get("__dict__")
-        extra = state.get("__pydantic_extra__")
-        merged = {**(extra if isinstance(extra, dict) else {}), **(fields or {})}
-        return {str(key): _as_plain(item) for key, item in merged.items()}
-    if isinstance(value, dict):
-        return {str(key): _as_plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_plain(item) for item in value]
-    return value
+    return reader_of(snapshot).trainer_config(snapshot)
 
 
 def _fit(
@@ -134,8 +98,7 @@ def load_grad_info(snapshot: Snapshot, rank: int) -> dict[str, dict[str, float]]
     They are taken after clipping, from one rank's shard, and partly unreduced: something to
     look at, never a reference. Raises IncompleteSnapshotError where the trainer saved none.
     """
-    path = snapshot.path / layout.grad_info_file(rank)
-    found = load_untrusted(path, {}, "per-parameter figures (if the trainer saved them)")
+    found = reader_of(snapshot).grad_info(snapshot, rank)
     well_formed = isinstance(found, dict) and all(
         isinstance(name, str)
         and isinstance(figures, dict)
@@ -143,7 +106,8 @@ def load_grad_info(snapshot: Snapshot, rank: int) -> dict[str, dict[str, float]]
         for name, figures in found.items()
     )
     if not well_formed:
+        where = f"{snapshot.path}: per-parameter figures of rank {rank}"
         raise SnapshotError(
-            fault(path, None, type(found).__name__, "figures by parameter and by name")
+            fault(where, None, type(found).__name__, "figures by parameter and by name")
         )
     return {name: {k: float(v) for k, v in figures.items()} for name, figures in found.items()}

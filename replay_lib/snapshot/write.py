@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 from replay_lib import layout
 from replay_lib.batch import RankBatch
 from replay_lib.errors import SnapshotError, fault
-from replay_lib.snapshot.documents import read_json, read_text
 from replay_lib.snapshot.model import Parallel, Snapshot
-from replay_lib.snapshot.opening import open_snapshot, parallel_from
+from replay_lib.snapshot.opening import open_snapshot
+from replay_lib.snapshot.reader import reader_of
+from replay_lib.snapshot.stated import parallel_from
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,14 +63,14 @@ def read_content(snapshot: Snapshot, *, keep_handles: bool = False) -> Content:
     from replay_lib.snapshot.checkpoint import read_tensors
     from replay_lib.snapshot.trainer import load_grad_info, load_settings
 
-    ranks = range(snapshot.parallel.world_size)
-    saved = [r for r in ranks if (snapshot.path / layout.grad_info_file(r)).exists()]
+    reader = reader_of(snapshot)
+    saved = reader.grad_info_ranks(snapshot)
     return Content(
         step=snapshot.step,
         grad_norm_preclip=snapshot.grad_norm_preclip,
         grad_norm_median=snapshot.grad_norm_median,
-        worker_config=read_worker_config(snapshot),
-        run_config=read_text(snapshot.run_config_file, "the model's architecture"),
+        worker_config=reader.worker_config(snapshot),
+        run_config=reader.run_config(snapshot),
         batches=tuple(load_batch(snapshot, d) for d in range(snapshot.parallel.dp)),
         settings=load_settings(snapshot),
         tensors=read_tensors(snapshot.path),
@@ -87,12 +88,7 @@ def _saved_handles(snapshot: Snapshot) -> tuple[tuple[RowHandles | None, ...], .
 
 def read_worker_config(snapshot: Snapshot) -> dict[str, Any]:
     """The worker's whole configuration as saved."""
-    own = snapshot.path / layout.WORKER_CONFIG
-    if own.exists():
-        return read_json(own, "the worker's settings")
-    name = layout.MEGATRON_METADATA if snapshot.legacy else layout.AXRL_METADATA
-    config: dict[str, Any] = read_json(snapshot.path / name, "AXRL's metadata")["config"]
-    return config
+    return reader_of(snapshot).worker_config(snapshot)
 
 
 def write_snapshot(directory: str | Path, content: Content, *, legacy: bool = False) -> Snapshot:
@@ -123,7 +119,7 @@ def whole_directory(target: Path) -> Iterator[Path]:
     try:
         temporary.chmod(0o755)
         yield temporary
-        for path in (*temporary.iterdir(), temporary):
+        for path in (*temporary.rglob("*"), temporary):
             _flush(path)
         temporary.rename(target)
         _flush(target.parent)

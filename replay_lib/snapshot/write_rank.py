@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 class SavedHandle:
     """A handle with the routes it stands for.
 
-    ``ref`` identifies the stored object (28 bytes in ray). ``rows`` is int16 ``[n, L, K]``,
-    already sliced to ``row_start`` and ``row_count``.
+    ``ref`` identifies the stored object (28 bytes in ray, or any text). ``rows`` is int16
+    ``[n, L, K]``, already sliced to ``row_start`` and ``row_count``.
     """
 
-    ref: bytes
+    ref: bytes | str
     rows: Tensor
     row_start: int = 0
     row_count: int | None = None
 
     @property
-    def key(self) -> tuple[bytes, int, int | None]:
+    def key(self) -> tuple[bytes | str, int, int | None]:
         """Handles with equal keys are one handle."""
         return self.ref, self.row_start, self.row_count
 
@@ -109,7 +109,7 @@ def distinct_handles(handles: Sequence[RowHandles | None]) -> list[SavedHandle]:
             first = seen.setdefault(handle.key, handle)
             if first is not handle and not first.rows.equal(handle.rows):
                 raise BatchError(
-                    fault("routing handles", handle.ref.hex(), "two sets of routes", "one")
+                    fault("routing handles", repr(handle.ref), "two sets of routes", "one")
                 )
     return list(seen.values())
 
@@ -194,12 +194,16 @@ def _paths(row: RowHandles, shared: dict[Any, Instance]) -> list[list[Instance]]
 def _handle(handle: SavedHandle, shared: dict[Any, Instance]) -> Instance:
     if handle.key not in shared:
         state = {
-            "ref": Call(named("ray.ObjectRef"), (handle.ref,)),
+            "ref": handle.ref if isinstance(handle.ref, str) else _object_ref(handle.ref),
             "row_start": handle.row_start,
             "row_count": handle.row_count,
         }
         shared[handle.key] = Instance(named("axrl.utils.tensor_store.TensorHandle"), state)
     return shared[handle.key]
+
+
+def _object_ref(ref: bytes) -> Call:
+    return Call(named("ray.ObjectRef"), (ref,))
 
 
 def _tree(row: Any) -> Instance | None:

@@ -24,7 +24,7 @@ from replay_lib.snapshot import (
     open_snapshot,
     read_tensors,
 )
-from replay_lib.snapshot.batches import read_columns
+from replay_lib.snapshot.axrl_files import read_batch
 from replay_lib.snapshot.pickles import load_stream
 
 PLAIN = Path(__file__).parents[2] / "spike_cases/axrl-plain-step85/snapshot/iter_0000085"
@@ -43,8 +43,8 @@ def routes(snapshot: Snapshot) -> Any:
 
 
 def columns(snapshot: Snapshot) -> Any:
-    found = read_columns(snapshot.path / "batch_rank0.pt")
-    return {k: v.tolist() for k, v in found.items() if isinstance(v, torch.Tensor)}
+    found = read_batch(snapshot.path / "batch_rank0.pt")
+    return {k: v.tolist() for k, v in found.columns.items()}
 
 
 def parameter(snapshot: Snapshot) -> Any:
