@@ -223,8 +223,15 @@ def discover(directory: str | Path) -> list[Case]:
     root = Path(directory)
     if not root.is_dir():
         raise CaseError(fault(root, None, "no such directory", "a directory of cases"))
-    for inner in sorted(d for d in root.iterdir() if d.is_dir()):
-        snapshots = [*inner.glob("iter_*"), *inner.glob("snapshot/iter_*")]
+    # hidden: what a killed process left behind, half written
+    directories = [d for d in root.iterdir() if d.is_dir() and not d.name.startswith(".")]
+    for inner in sorted(directories):
+        snapshots = [
+            *inner.glob("iter_*"),
+            *inner.glob("snapshot/iter_*"),
+            *inner.glob(layout.PORTABLE),
+            *inner.glob(f"*/{layout.PORTABLE}"),
+        ]
         if snapshots and not (inner / layout.CASE_FILE).exists():
             raise CaseError(
                 fault(
@@ -235,7 +242,8 @@ def discover(directory: str | Path) -> list[Case]:
                     "Else the case would be left out without a word",
                 )
             )
-    return [Case.load(file) for file in sorted(root.glob(f"*/{layout.CASE_FILE}"))]
+    files = [d / layout.CASE_FILE for d in sorted(directories)]
+    return [Case.load(file) for file in files if file.exists()]
 
 
 def builtin_cases() -> Path:

@@ -27,7 +27,7 @@ ROOMS = [
     "verdict",
     "case",
     "devices case_files",
-    "analysis",
+    "analysis porting",
     "record",
     "quiet",
     "run",
