@@ -21,7 +21,7 @@ VENV ?= .venv
 WORKERS ?= 2
 START := $(shell date +%s)
 
-NEEDED := torch,megatron.core,numpy,pydantic,yaml,typer,rich,tabulate,filelock,psutil,pytest,xdist,pytest_timeout
+NEEDED := torch,megatron.core,numpy,pydantic,yaml,typer,rich,tabulate,filelock,psutil,safetensors,pytest,xdist,pytest_timeout
 HOLDS = import importlib.util as u, sys; sys.exit(not all(u.find_spec(m) for m in sys.argv[1].split(",")))
 ifneq ($(PYTHON_GIVEN),)
 ifeq ($(VENV_GIVEN),)

@@ -34,6 +34,7 @@ def describe_snapshot(path: str | Path) -> dict[str, Any]:
         "step": snapshot.step,
         "metadata_version": snapshot.metadata_version,
         "legacy": snapshot.legacy,
+        "portable": snapshot.portable,
         "grad_norm_preclip": _json_number(snapshot.grad_norm_preclip),
         "grad_norm_median": _json_number(snapshot.grad_norm_median),
         "ratio": _ratio(snapshot),

@@ -107,7 +107,7 @@ def examine(path: str | Path) -> Examined:
 def _unopened(directory: Path, error: SpikeReplayError) -> Examined:
     from replay_lib.analysis.files import check_each_file
 
-    found = list(check_each_file(directory))
+    found = [] if layout.is_portable(directory) else list(check_each_file(directory))
     file = _file_in(str(error), directory)
     if file not in {f.file for f in found}:
         found.append(from_error(error, file))
@@ -133,7 +133,10 @@ def _metadata(chart: _Chart) -> None:
 
     snapshot = chart.snapshot
     source = layout.MEGATRON_METADATA if snapshot.legacy else layout.AXRL_METADATA
+    source = layout.PORTABLE_FACTS if snapshot.portable else source
     chart.add(_norms(snapshot, source), source)
+    if snapshot.portable:  # every file is listed, and read by what follows
+        return
     chart.add(extra_files(snapshot.path, snapshot.parallel), source)
     chart.add(check_copies(snapshot), source)
     for name in snapshot.sizes:  # those that nothing else here reads
@@ -195,12 +198,12 @@ def _settings(chart: _Chart) -> None:
 
 def _weights(chart: _Chart) -> None:
     from replay_lib.analysis.weights import check_names, check_values, embedding_rows
-    from replay_lib.snapshot.dcp_metadata import read_table
+    from replay_lib.snapshot.checkpoint import stored_table
 
     path = chart.snapshot.path
     try:
         chart.vocab = embedding_rows(path)
-        chart.tally("parameters", len(read_table(path)))
+        chart.tally("parameters", len(stored_table(path)))
     except SpikeReplayError as error:
         chart.findings.append(from_error(error, layout.DCP_METADATA))
         return
@@ -292,6 +295,7 @@ def _losses(chart: _Chart) -> None:
             micro_batch_size=worker.train_micro_batch_size,
             seq_length=worker.seq_length,
             vpp=snapshot.parallel.vpp,
+            group=snapshot.parallel.micro_batch_group(chart.fields),
         )
     except BatchError as error:
         chart.findings.append(from_error(error, layout.WORKER_CONFIG))

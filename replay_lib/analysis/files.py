@@ -15,7 +15,7 @@ from replay_lib.analysis.findings import Finding, Place, finding, from_error
 from replay_lib.errors import SpikeReplayError
 from replay_lib.snapshot.documents import missing, read_json
 from replay_lib.snapshot.model import Parallel, Snapshot
-from replay_lib.snapshot.opening import parallel_from
+from replay_lib.snapshot.stated import parallel_from
 
 
 def check_each_file(directory: Path) -> Iterator[Finding]:
@@ -114,10 +114,9 @@ def _stated_layout(directory: Path) -> Parallel | None:
 
 def _batch(path: Path) -> Any:
     """A batch's tensor columns; its handles are objects of a dead process."""
-    from replay_lib.snapshot.batches import read_columns
+    from replay_lib.snapshot.axrl_files import read_batch
 
-    columns = read_columns(path)
-    return {name: value for name, value in columns.items() if hasattr(value, "dtype")}
+    return read_batch(path).columns
 
 
 def _payload(path: Path) -> Any:

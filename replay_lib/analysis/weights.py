@@ -12,8 +12,8 @@ from typing import Any
 from replay_lib.analysis.findings import Finding, finding
 from replay_lib.engine.model_config import moe_pattern
 from replay_lib.errors import UnsupportedModelError
-from replay_lib.snapshot.checkpoint import iter_tensors
-from replay_lib.snapshot.dcp_metadata import TensorEntry, read_table
+from replay_lib.snapshot.checkpoint import iter_tensors, stored_table
+from replay_lib.snapshot.dcp_metadata import TensorEntry
 
 Shape = tuple[int, ...]
 _HEAD = "decoder.layers."
@@ -28,7 +28,7 @@ def embedding_rows(path: Path) -> int | None:
 
     Raises the errors of reading the checkpoint's table.
     """
-    entry = read_table(path).get(_EMBEDDING)
+    entry = stored_table(path).get(_EMBEDDING)
     return entry.shape[0] if entry is not None and len(entry.shape) == 2 else None
 
 
@@ -37,7 +37,7 @@ def check_names(path: Path, fields: Mapping[str, Any]) -> Iterator[Finding]:
 
     Raises the errors of reading the checkpoint's table.
     """
-    table = read_table(path)
+    table = stored_table(path)
     try:
         wanted = expected_shapes(fields, table)
     except UnsupportedModelError as error:

@@ -47,9 +47,10 @@ def import_(
 
 
 def _print(ported: Ported, *, as_json: bool) -> None:
+    places = [str(snapshot.path) for snapshot in ported.snapshots]
     document = {
         "directory": str(ported.directory),
-        "snapshots": [str(snapshot.path) for snapshot in ported.snapshots],
+        "snapshots": places,
         "portable": all(snapshot.portable for snapshot in ported.snapshots),
         "files": ported.files,
         "bytes": ported.bytes,
@@ -57,4 +58,4 @@ def _print(ported: Ported, *, as_json: bool) -> None:
     if as_json:
         print_json(document)
         return
-    stdout().print(key_value_table(document | {"snapshots": ", ".join(document["snapshots"])}))
+    stdout().print(key_value_table(document | {"snapshots": ", ".join(places)}))

@@ -79,7 +79,11 @@ def rank_input(
     replay: bool,
     loss_tokens_only: bool,
 ) -> RankInput:
-    """Check tokens and routes of one rank and expand the routes; refuse what cannot be replayed."""
+    """Check tokens and routes of one rank and expand the routes; refuse what cannot be replayed.
+
+    A batch in which no row has routes routes itself, whatever ``replay`` says, as in the trainer.
+    """
+    replay = replay and has_routes(batch)
     _check_tokens(batch, model.vocab)
     rows = tuple(tuple(part) for part in split)
     trees = () if batch.merge_info is None else tree_rows_of(batch, routes=replay)
@@ -96,6 +100,12 @@ def rank_input(
     if loss_tokens_only:
         forced &= batch.loss_mask.unsqueeze(-1)
     return RankInput(batch=batch, split=rows, routes_BTLK=expanded, forced_BTL=forced, trees=trees)
+
+
+def has_routes(batch: RankBatch) -> bool:
+    """Whether any row of ``batch`` has routes: the trainer's own switch, beside its setting."""
+    merged = any(row is not None and row.path_routes for row in batch.merge_info or ())
+    return merged or any(routes is not None for routes in batch.routes)
 
 
 def _check_tokens(batch: RankBatch, vocab: int) -> None:
@@ -122,8 +132,6 @@ def _check_tokens(batch: RankBatch, vocab: int) -> None:
 def _routes(batch: RankBatch, model: LiveModel) -> list[Tensor]:
     where = f"batch of dp rank {batch.dp_rank}"
     _refuse_missing(where, [row for row, routes in enumerate(batch.routes) if routes is None])
-    if not batch.routes:
-        _refuse_missing(where, "all")
     routes = [r for r in batch.routes if r is not None]
     return _moe_routes(routes, batch.lengths(), model, where=where, unit="row")
 
@@ -144,7 +152,7 @@ def _tree_routes(
     return tuple(found)
 
 
-def _refuse_missing(where: str, missing: list[int] | str) -> None:
+def _refuse_missing(where: str, missing: list[int]) -> None:
     if missing:
         raise BatchError(
             f"{where}: the run replayed routes, but rows {missing} have none; the trainer refuses "

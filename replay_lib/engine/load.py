@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from replay_lib.batch import RankBatch
 from replay_lib.engine.comm import Comm
 from replay_lib.engine.gradients import GradientCollector
-from replay_lib.engine.inputs import micro_batches, rank_input
+from replay_lib.engine.inputs import has_routes, micro_batches, rank_input
 from replay_lib.engine.memory import needed_bytes, refuse_what_cannot_fit
 from replay_lib.engine.model import build_model
 from replay_lib.engine.model_config import ModelConfig, model_config
@@ -77,14 +77,15 @@ def load(request: OpenRequest, comm: Comm, watch: Stopwatch) -> tuple[Loaded, Se
     """Load what ``request`` names onto this process's device."""
     snapshot = open_snapshot(Path(request.snapshot))
     _refuse_unsupported_run(snapshot)
+    fields = load_model_fields(snapshot)
     with _refused_by_megatron(snapshot):
-        config = model_config(load_model_fields(snapshot), request.precision)
+        config = model_config(fields, request.precision)
     dp_ranks = _dp_ranks(snapshot, request.dp_ranks)
     settings = load_settings(snapshot)
     trainer = load_trainer(request.trainer, read_trainer_config(snapshot))
     batches = {r: load_batch(snapshot, r) for r in range(snapshot.parallel.dp)}
     check_rows_option(request.rows, list(batches.values()), snapshot.path)
-    splits = _splits(snapshot, [batches[r] for r in sorted(batches)])
+    splits = _splits(snapshot, [batches[r] for r in sorted(batches)], fields)
     watch.lap("snapshot")
     index = SafeReader(snapshot.path).read_metadata()
     vocab = vocab_rows(index, snapshot.path)
@@ -132,6 +133,19 @@ def load(request: OpenRequest, comm: Comm, watch: Stopwatch) -> tuple[Loaded, Se
     )
 
 
+def _route_notes(snapshot: Snapshot, loaded: Loaded, config: ModelConfig) -> tuple[str, ...]:
+    """Said where the run's setting and its batches disagree about routing replay."""
+    if not snapshot.worker.enable_routing_replay or not any(config.moe_layers):
+        return ()
+    without = [r.batch.dp_rank for r in loaded.ranks if not has_routes(r.batch)]
+    if not without:
+        return ()
+    return (
+        f"the run had routing replay on, but the batches of dp ranks {without} hold no routes: "
+        "their routers chose for themselves, as the trainer's did",
+    )
+
+
 @contextlib.contextmanager
 def _refused_by_megatron(snapshot: Snapshot) -> Iterator[None]:
     """What Megatron-Core says to a model section that contradicts itself, as one of our errors."""
@@ -171,16 +185,19 @@ def _dp_ranks(snapshot: Snapshot, wanted: tuple[int, ...] | None) -> tuple[int, 
     return chosen
 
 
-def _splits(snapshot: Snapshot, batches: Sequence[RankBatch]) -> list[list[list[int]]]:
+def _splits(
+    snapshot: Snapshot, batches: Sequence[RankBatch], fields: Mapping[str, Any]
+) -> list[list[list[int]]]:
     """Micro-batches as the run split them: the count of a dynamic split depends on all ranks."""
-    worker = snapshot.worker
+    worker, parallel = snapshot.worker, snapshot.parallel
     return split_ranks(
         [b.lengths() for b in batches],
         [b.width for b in batches],
         dynamic=worker.use_dynamic_batch_size,
         micro_batch_size=worker.train_micro_batch_size,
         seq_length=worker.seq_length,
-        vpp=snapshot.parallel.vpp,
+        vpp=parallel.vpp,
+        group=parallel.micro_batch_group(fields),
     )
 
 
@@ -238,7 +255,10 @@ def _info(
         parameters=sum(p.numel() for p in loaded.collector.parameters.values()),
         versions=versions(),
         seconds=seconds,
-        notes=config.notes + loaded.trainer.notes + rows_notes(loaded, config.dtype),
+        notes=config.notes
+        + loaded.trainer.notes
+        + rows_notes(loaded, config.dtype)
+        + _route_notes(snapshot, loaded, config),
         trainer=loaded.trainer.name,
     )
 

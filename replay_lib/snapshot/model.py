@@ -6,6 +6,7 @@ Nothing here needs torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,17 @@ class Parallel:
     def dp_rank(self, rank: int) -> int:
         """Data-parallel rank of global rank ``rank``."""
         return rank // (self.tp * self.cp) % self.dp
+
+    def micro_batch_group(self, fields: Mapping[str, Any]) -> int | None:
+        """What a virtual pipeline rounds the number of micro-batches to, beside its own size.
+
+        Megatron's ``microbatch_group_size_per_vp_stage``: the pipeline's size, unless the model
+        section ``fields`` states another. None without a virtual pipeline.
+        """
+        if self.vpp is None:
+            return None
+        stated = fields.get("microbatch_group_size_per_vp_stage")
+        return stated if isinstance(stated, int) and stated > 0 else self.pp
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,10 @@ class Reader(Protocol):
         """The batch of data-parallel rank ``dp_rank``."""
 
     def stored_payload(self, snapshot: Snapshot, dp_rank: int) -> list[Tensor] | None:
-        """Routes of that batch's distinct handles, int16 ``[rows, L, K]``; None: none stored."""
+        """Routes of that batch's distinct handles, ``[rows, L, K]``, of int16, int8 or uint8.
+
+        None where none are stored.
+        """
 
     def trainer_config(self, snapshot: Snapshot) -> dict[str, Any]:
         """The saved GrpoTrainerConfig as nested plain dictionaries."""

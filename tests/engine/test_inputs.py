@@ -116,12 +116,17 @@ def test_a_row_without_tokens_is_refused():
         read(batch(attention_mask=mask))
 
 
+@pytest.mark.parametrize("routes", [(), (None, None)])
+def test_a_batch_without_any_routes_routes_itself(routes):
+    rank = read(batch(routes=routes))
+    assert rank.routes_BTLK is None and rank.forced_BTL is None
+
+
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
         ({"merge_info": (None, TWO_PATHS)}, r"row 1: merge_info: found 2 paths and no tree"),
-        ({"routes": (None, None)}, r"rows \[0, 1\] have none"),
-        ({"routes": ()}, "rows all have none"),
+        ({"routes": (None, batch().routes[1])}, r"rows \[0\] have none; the trainer refuses"),
     ],
 )
 def test_what_a_flat_replay_cannot_take_is_refused(columns, words):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from replay_lib.snapshot import Content, open_snapshot, read_content
+from replay_lib.snapshot import Content, export_snapshot, open_snapshot, read_content
 
 ROOT = Path(__file__).parents[2]
 PLAIN = ROOT / "spike_cases" / "axrl-plain-step85" / "snapshot" / "iter_0000085"
@@ -45,3 +45,16 @@ def broken_plain(copy: Callable[[Path], Path]) -> Path:
 def content() -> Content:
     """All that the plain snapshot holds."""
     return read_content(open_snapshot(PLAIN))
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The plain snapshot, exported; not to be changed."""
+    out = tmp_path_factory.mktemp("portable") / "plain"
+    return export_snapshot(open_snapshot(PLAIN), out).path
+
+
+@pytest.fixture
+def broken(copy: Callable[[Path], Path], exported: Path) -> Path:
+    """A copy of it, to be changed."""
+    return copy(exported)

@@ -100,7 +100,7 @@ def from_bytes(content: bytes, where: Path, get: Get | None = None) -> Any:
     """The value of a JSON file; SnapshotError where it is none."""
     try:
         return decode(json.loads(content, parse_constant=_no_constant), get)
-    except (ValueError, TypeError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise SnapshotError(fault(where, None, f"broken JSON ({error})", "strict JSON")) from error
 
 

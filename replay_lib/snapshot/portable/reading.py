@@ -97,14 +97,13 @@ def stored_payload(snapshot: Snapshot, dp_rank: int) -> list[Tensor] | None:
     if sorted(tensors) != sorted(wanted):
         raise BatchError(fault(file, None, f"names {sorted(tensors)[:5]}", "numbers from 0"))
     payload = [tensors[number] for number in wanted]
+    ids = (torch.int8, torch.uint8, torch.int16)
     for number, routes in zip(wanted, payload, strict=True):
-        if (
-            routes.dtype != torch.int16
-            or routes.shape[1:] != payload[0].shape[1:]
-            or (routes.ndim != 3)
-        ):
+        same = routes.dtype == payload[0].dtype and routes.shape[1:] == payload[0].shape[1:]
+        if not same or routes.dtype not in ids or routes.ndim != 3:
             found = f"{routes.dtype} {list(routes.shape)}"
-            raise BatchError(fault(file, f"entry {number}", found, "int16 [rows, L, K], one L, K"))
+            expected = "int16 [rows, L, K] (or int8, uint8), one L, K and dtype"
+            raise BatchError(fault(file, f"entry {number}", found, expected))
     return payload
 
 

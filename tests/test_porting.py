@@ -1,0 +1,122 @@
+"""``export`` and ``import`` of snapshots and cases, and a replay of what they wrote."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from replay_many import Replays, replays
+from test_cli import Ran
+
+from replay_lib.case import Case, discover
+from replay_lib.errors import CaseError, SnapshotError
+from replay_lib.porting import export_case, import_case
+from replay_lib.snapshot import open_snapshot
+
+CASES = Path(__file__).parents[1] / "spike_cases"
+PLAIN = CASES / "axrl-plain-step85" / "snapshot" / "iter_0000085"
+ZOO = CASES / "zoo-natural"
+
+
+@pytest.fixture(scope="module")
+def many() -> Iterator[Replays]:
+    with replays() as opened:
+        yield opened
+
+
+@pytest.mark.xdist_group("replay-many")
+def test_the_same_gradient_to_the_bit(tmp_path: Path, many: Replays) -> None:
+    export_case(PLAIN, tmp_path / "portable")
+    import_case(tmp_path / "portable", tmp_path / "iter_0000085")
+    recorded = many.baseline(PLAIN)
+    for written in ("portable", "iter_0000085"):
+        outcome = many.baseline(tmp_path / written)
+        assert outcome.digest == recorded.digest
+        assert outcome.grad_norm_preclip == recorded.grad_norm_preclip
+
+
+def test_a_case_stays_the_case_and_is_sealed(tmp_path: Path) -> None:
+    ported = export_case(ZOO, tmp_path / "cases" / "zoo-natural")
+    assert [s.portable for s in ported.snapshots] == [True, True]
+    before, after = Case.load(ZOO), Case.load(ported.directory)
+    after.require()
+    assert after.snapshot == ported.directory / "snapshot"
+    assert after.quiet == ported.directory / "quiet"
+    same = ("name", "note", "thresholds", "tolerance", "needs", "expected", "provenance")
+    for name in same:
+        assert getattr(before, name) == getattr(after, name), name
+    assert len(after.sha256) == ported.files
+    assert discover(tmp_path / "cases") == [after]
+    (after.snapshot / "trainer.json").write_text("{}")
+    with pytest.raises(CaseError, match=r"sha256\.snapshot/trainer\.json"):
+        Case.load(ported.directory).require()
+
+
+def test_a_case_comes_back(tmp_path: Path) -> None:
+    export_case(ZOO, tmp_path / "portable")
+    back = import_case(tmp_path / "portable", tmp_path / "zoo-natural")
+    case = Case.load(back.directory)
+    case.require()
+    assert case.snapshot == back.directory / "snapshot" / "iter_0000061"
+    assert case.quiet == back.directory / "quiet" / "iter_0000044"
+    assert not open_snapshot(case.snapshot).portable
+
+
+def test_a_portable_snapshot_may_be_its_own_case(tmp_path: Path) -> None:
+    export_case(PLAIN, tmp_path / "cases" / "mine")
+    with pytest.raises(CaseError, match=r"portable\.json\) without case\.yaml"):
+        discover(tmp_path / "cases")
+    (tmp_path / "cases" / "mine" / "case.yaml").write_text("schema: 1\nsnapshot: .\n")
+    (case,) = discover(tmp_path / "cases")
+    case.require()
+    assert open_snapshot(case.snapshot).step == 85
+
+
+def test_what_a_killed_export_left_is_no_case(tmp_path: Path) -> None:
+    shutil.copytree(ZOO, tmp_path / "zoo-natural")
+    (tmp_path / ".other.x7").mkdir()
+    (tmp_path / ".other.x7" / "portable.json").write_text("{")
+    (tmp_path / ".other.x7" / "case.yaml").write_text("half")
+    assert [case.name for case in discover(tmp_path)] == ["zoo-natural"]
+
+
+def test_a_failed_export_of_a_case_leaves_nothing(tmp_path: Path) -> None:
+    shutil.copytree(ZOO, tmp_path / "case")
+    raw = yaml.safe_load((tmp_path / "case" / "case.yaml").read_text())
+    del raw["sha256"]
+    (tmp_path / "case" / "case.yaml").write_text(yaml.safe_dump(raw))
+    (tmp_path / "case" / raw["quiet"] / "batch_rank0.pt").write_bytes(b"no batch")
+    with pytest.raises(SnapshotError, match=r"batch_rank0\.pt"):
+        export_case(tmp_path / "case", tmp_path / "out" / "case")
+    assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
+
+
+def test_the_commands_tell_what_they_wrote(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = Ran(capsys, "export", PLAIN, tmp_path / "portable", "--json")
+    assert ran.code in (0, None)
+    written = sorted((tmp_path / "portable").iterdir())
+    assert ran.document == {
+        "directory": str(tmp_path / "portable"),
+        "snapshots": [str(tmp_path / "portable")],
+        "portable": True,
+        "files": len(written),
+        "bytes": sum(path.stat().st_size for path in written),
+    }
+    shown: Any = Ran(capsys, "show", tmp_path / "portable", "--json").document
+    assert (shown["portable"], shown["step"]) == (True, 85)
+    assert shown["ranks"][1]["routing"] == "routing_dp1.safetensors"
+    assert [rank["routing_payloads"] for rank in shown["ranks"]] == [15, 11]
+    back = Ran(capsys, "import", tmp_path / "portable", tmp_path / "iter_0000085")
+    assert back.code in (0, None) and str(tmp_path / "iter_0000085") in back.out
+    again = Ran(capsys, "export", PLAIN, tmp_path / "portable")
+    assert again.code == 3 and "a directory that exists, expected a new name" in again.err
+    other = Ran(capsys, "import", PLAIN, tmp_path / "more")
+    assert other.code == 2 and "found a snapshot in the trainer's layout" in other.err
+    empty = Ran(capsys, "export", PLAIN, "")
+    assert empty.code == 2 and "a path: found an empty text" in empty.err
