@@ -11,7 +11,6 @@ from replay_lib.cli.arguments import as_path
 from replay_lib.cli.output import key_value_table, print_json, stdout
 from replay_lib.porting import Ported, export_case, import_case
 
-
 Out = Annotated[
     Path, typer.Argument(metavar="OUT", parser=as_path, help="A new directory for what is written.")
 ]
