@@ -27,7 +27,7 @@ from replay_lib.errors import CaseError, SpikeReplayError, fault
 from replay_lib.methods import load_methods
 from replay_lib.patch import Mitigation
 from replay_lib.record.result import Result, SideEffect
-from replay_lib.run import ReplayOptions, parse_experiments
+from replay_lib.run import LEAST_REPEATS, ReplayOptions, parse_experiments
 from replay_lib.suite import (
     NO_CASES,
     PROPERTY,
@@ -83,6 +83,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="whose loss is replayed: grpo, axrl or module:factory [default: grpo]",
     )
     group.addoption(
+        "--repeats",
+        metavar="N",
+        type=int,
+        default=LEAST_REPEATS,
+        help="replay the baseline N times; the spread of its norm enters the noise band "
+        f"[default: {LEAST_REPEATS}]",
+    )
+    group.addoption(
         "--require-device",
         action="store_true",
         help="a test whose device is missing fails; without this it is skipped",
@@ -98,7 +106,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for marker in _MARKERS:
         config.addinivalue_line("markers", marker)
     try:
-        check_name(config.getoption("--trainer"))
+        _options(config)
     except SpikeReplayError as error:
         raise pytest.UsageError(str(error)) from error
     # plain -n asks for "load", which would spread one case over all workers and open it in each;
@@ -180,13 +188,18 @@ def mitigation(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def _spike_sessions(case: Case, request: pytest.FixtureRequest) -> Iterator[Sessions]:
     """Sessions of one case in this process, one a device; closed before the next case."""
-    options = ReplayOptions(
-        mitigations=tuple(request.config.getoption("--mitigations")),
-        trainer=request.config.getoption("--trainer"),
-    )
-    sessions = Sessions(case, options, _labels_of(case, request.session.items))
+    sessions = Sessions(case, _options(request.config), _labels_of(case, request.session.items))
     yield sessions
     sessions.close()
+
+
+def _options(config: pytest.Config) -> ReplayOptions:
+    """How the command line asks for replays; UsageError where it cannot."""
+    return ReplayOptions(
+        mitigations=tuple(config.getoption("--mitigations")),
+        trainer=check_name(config.getoption("--trainer")),
+        repeats=config.getoption("--repeats"),
+    )
 
 
 def _labels_of(case: Case, items: Sequence[pytest.Item]) -> list[str]:

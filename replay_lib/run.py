@@ -1,9 +1,9 @@
 """Replay a case under experiments, judge each: what both doors call.
 
-One worker a case, all experiments in it. The baseline is replayed twice in separate requests:
-whether replays repeat bit for bit is seen, never trusted from a flag. The second one goes with the
-first experiments, where it costs a backward of its own on the forward that they share; that
-forward is another than the first baseline's, so both passes are repeated.
+One worker a case, all experiments in it. The baseline is replayed twice or as often as is asked
+for, in separate requests: whether replays repeat bit for bit is seen, never trusted from a flag.
+The last one goes with the first experiments, where it costs a backward of its own on the forward
+that they share; that forward is another than the other baselines', so both passes are repeated.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from replay_lib.case import Case
 from replay_lib.engine.protocol import Engine, Experiment, MitigationCall, Outcome
-from replay_lib.errors import SpikeReplayError
+from replay_lib.errors import SpikeReplayError, UsageError
 from replay_lib.methods import find, load_methods
 from replay_lib.patch import Mitigation
 from replay_lib.quiet import REFUSALS, QuietControl
@@ -33,10 +33,17 @@ RECORDED_METHODS = (
     "disable-routing-replay",
 )
 
+#: The least number of the baseline's replays that shows whether they repeat.
+LEAST_REPEATS = 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions:
-    """How to replay; the engine explains each field."""
+    """How to replay; the engine explains each field that is not explained here.
+
+    ``repeats``: how often the baseline is replayed, at least twice. The spread of its norm enters
+    the noise band of every verdict.
+    """
 
     device: str = "auto"
     precision: str = "recorded"
@@ -45,6 +52,14 @@ class ReplayOptions:
     deterministic: bool = True
     mitigations: tuple[Path, ...] = ()
     trainer: str = GRPO
+    repeats: int = LEAST_REPEATS
+
+    def __post_init__(self) -> None:
+        if self.repeats < LEAST_REPEATS:
+            raise UsageError(
+                f"repeats: found {self.repeats}, expected {LEAST_REPEATS} or more: one replay of "
+                "the baseline shows no spread"
+            )
 
 
 @dataclass(frozen=True)
@@ -110,21 +125,32 @@ class _Replays:
 
     engine: Engine
     baseline: Outcome
-    repeat: Outcome | None = None
+    due: int  # replays of the baseline that are still to come
+    again: list[Outcome] = field(default_factory=list)  # those that came after the first
     kept: dict[tuple[str, str], Outcome] = field(default_factory=dict)
 
     def ask(self, experiments: Sequence[Experiment]) -> Iterator[Outcome]:
-        """Replay what is not known yet, the second baseline first where it is still due."""
+        """Replay what is not known yet, the baselines that are still due first.
+
+        All but the last of these have a request and so a forward of their own.
+        """
+        while self.due > 1:
+            (outcome,) = self.engine.run_many([Experiment.baseline()])
+            yield self._repeated(outcome)
         wanted = [Experiment(mitigations=e.against) for e in experiments] + list(experiments)
         missing = {_key(e): e for e in wanted if _key(e) not in self.kept}
-        due = [] if self.repeat is not None else [Experiment.baseline()]
-        asked = [*due, *missing.values()]
+        asked = [*[Experiment.baseline()] * self.due, *missing.values()]
         for outcome in self.engine.run_many(asked) if asked else ():
-            if self.repeat is None:
-                self.repeat = outcome
+            if self.due:
+                self._repeated(outcome)
             else:
                 self.kept[_key(outcome.experiment)] = outcome
             yield outcome
+
+    def _repeated(self, outcome: Outcome) -> Outcome:
+        self.due -= 1
+        self.again.append(outcome)
+        return outcome
 
     def outcome(self, experiment: Experiment, arriving: Iterator[Outcome]) -> Outcome:
         """What ``experiment`` gave, waited for if need be."""
@@ -132,11 +158,11 @@ class _Replays:
             next(arriving)
         return self.kept[_key(experiment)]
 
-    def second(self, arriving: Iterator[Outcome]) -> Outcome:
-        """The second baseline, waited for if need be."""
-        while self.repeat is None:
+    def repeats(self, arriving: Iterator[Outcome]) -> tuple[Outcome, ...]:
+        """The baselines after the first, waited for if need be."""
+        while self.due:
             next(arriving)
-        return self.repeat
+        return tuple(self.again)
 
 
 @dataclass
@@ -174,7 +200,9 @@ class OpenCase:
         except BaseException:
             engine.close()
             raise
-        self._replays = _Replays(engine, first, kept={_key(first.experiment): first})
+        self._replays = _Replays(
+            engine, first, due=self.options.repeats - 1, kept={_key(first.experiment): first}
+        )
 
     def measure_quiet(self, experiments: Sequence[Experiment]) -> None:
         """Side effects of ``experiments`` that are not known yet, in one session of their own."""
@@ -200,12 +228,11 @@ class OpenCase:
     def _judge(
         self, replays: _Replays, experiment: Experiment, arriving: Iterator[Outcome]
     ) -> Result:
-        second = replays.second(arriving)
+        again = replays.repeats(arriving)
         compared = replays.outcome(Experiment(mitigations=experiment.against), arriving)
         beside = Comparison(
             baseline=replays.baseline,
-            repeat_norm=second.grad_norm_preclip,
-            repeat_digest=second.digest,
+            repeats=again,
             compared=compared,
             side_effect=self.quiet.effect(experiment) if self.quiet else None,
             quiet_param_norms=self.quiet.param_norms if self.quiet else None,

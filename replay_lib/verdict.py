@@ -107,7 +107,7 @@ class Judgement:
 def noise_band(measured: Measured) -> float | None:
     """max(repeat spread, |baseline - recorded| / recorded, the table's entry).
 
-    None without a recorded norm; infinite where one of the two baselines was not finite.
+    None without a recorded norm; infinite where one of the baselines was not finite.
     """
     off = relative_difference(measured.baseline_norm, measured.recorded_norm)
     if off is None:

@@ -9,9 +9,9 @@ import fake_engine
 import pytest
 
 from replay_lib import run
-from replay_lib.case import Case
+from replay_lib.case import Case, Limit
 from replay_lib.engine.protocol import Experiment, Outcome
-from replay_lib.errors import BatchError, CaseError, EngineError, PatchError
+from replay_lib.errors import BatchError, CaseError, EngineError, PatchError, UsageError
 from replay_lib.methods import load_methods
 from replay_lib.rule import Flag, Verdict
 
@@ -137,6 +137,37 @@ def test_a_second_baseline_that_differs_is_seen(monkeypatch: pytest.MonkeyPatch)
     for result in run.replay_case(case, asked, run.ReplayOptions()).results:
         assert result.deterministic is False
         assert result.repeat_spread == pytest.approx(1e-7, rel=1e-3)
+
+
+def test_repeats_are_requests_of_their_own_and_the_last_goes_with_the_experiments(
+    monkeypatch: pytest.MonkeyPatch, log: Log
+) -> None:
+    norms = iter([8.442, 8.440, 8.441, 8.443])
+
+    class Restless(fake_engine.FakeEngine):
+        def run_many(self, experiments: Sequence[Experiment]) -> Iterator[Outcome]:
+            for one in super().run_many(experiments):
+                norm = one.grad_norm_preclip if one.experiment.mitigations else next(norms)
+                yield one.model_copy(update={"grad_norm_preclip": norm, "digest": f"{norm}"})
+
+    monkeypatch.setattr(run, "open_engine", Restless)
+    case = Case(
+        name="c",
+        snapshot=SNAPSHOT,
+        tolerance={"float32": Limit(value=1e-2, reason="as the norms here")},
+    )
+    asked = [Experiment.parse("disable-routing-replay")]
+    done = run.replay_case(case, asked, run.ReplayOptions(repeats=4))
+    assert log("ask") == ["ask baseline"] * 3 + ["ask baseline disable-routing-replay"]
+    for result in done.results:
+        assert (result.repeats, result.deterministic) == (4, False)
+        assert result.repeat_spread == pytest.approx(0.003 / 8.4415)
+        assert result.noise_band == result.repeat_spread
+
+
+def test_fewer_than_two_repeats_are_refused() -> None:
+    with pytest.raises(UsageError, match="repeats: found 1, expected 2 or more"):
+        run.ReplayOptions(repeats=1)
 
 
 def test_a_refusal_costs_neither_the_second_baseline_nor_the_others(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from replay_lib.engine.protocol import Retained
-from replay_lib.noise import NOISE, noise_of
+from replay_lib.noise import NOISE, noise_of, spread
 from replay_lib.rule import (
     Flag,
     Status,
@@ -341,6 +343,57 @@ def test_only_a_clean_full_pass_proves() -> None:
     assert status_of(Verdict.DEGENERATE, fidelity="full", reduction=0.9) is Status.NEGATIVE
     assert status_of(Verdict.FAIL, fidelity="full", reduction=0.1) is Status.NEGATIVE
     assert status_of(Verdict.PASS, fidelity="full", diagnostic=True) is Status.DIAGNOSTIC
+
+
+@pytest.mark.parametrize(
+    ("norms", "expected"),
+    [
+        ([8.0, 8.0], 0.0),
+        ([1.0, 1.5, 1.0], 0.5),
+        ([4.0, 1.0, 2.0, 2.0], 1.5),
+        ([0.0, 0.0], 0.0),
+        ([0.0, 0.0, 1.0], math.nan),
+        ([1.0, math.inf], math.nan),
+        ([math.nan], math.nan),
+        ([], math.nan),
+    ],
+)
+def test_spread_of_repeated_norms(norms: list[float], expected: float) -> None:
+    assert spread(norms) == pytest.approx(expected, nan_ok=True)
+
+
+def test_the_noise_table_covers_what_was_measured() -> None:
+    files = sorted((Path(__file__).parents[1] / "benchmarks/results").glob("devices-*.json"))
+    rows = [row for file in files for row in json.loads(file.read_text())["rows"]]
+    assert len(rows) >= 6
+    for row in rows:
+        entry = noise_of(row["precision"], row["device"])
+        measured = max(row["relative_to_recorded"], *row["relative_to_cpu"].values())
+        assert measured <= entry.relative, row["device"]
+        assert _shown(row["relative_to_recorded"]) in entry.reason, row["device"]
+
+
+def test_the_noise_table_covers_what_two_devices_differ_by() -> None:
+    results = Path(__file__).parents[1] / "benchmarks/results"
+    rows = json.loads((results / "repeats-h200.json").read_text())["rows"]
+    widest: dict[str, float] = {}
+    for row in rows:
+        alike = [r["norm"] for r in rows if (r["case"], r["precision"]) == _step(row)]
+        apart = (max(alike) - min(alike)) / min(alike)
+        widest[row["precision"]] = max(apart, widest.get(row["precision"], 0.0))
+        assert row["spread"] <= noise_of(row["precision"], row["device"]).relative
+    for precision, apart in widest.items():
+        entry = noise_of(precision, "cuda")
+        assert 0 < apart <= entry.relative
+        assert _shown(apart) in entry.reason
+
+
+def _step(row: dict[str, Any]) -> tuple[str, str]:
+    return row["case"], row["precision"]
+
+
+def _shown(value: float) -> str:
+    return f"{value:.1e}".replace("e-0", "e-")
 
 
 def test_every_noise_entry_has_a_reason_and_the_unknown_gets_the_widest() -> None:

@@ -29,7 +29,13 @@ from replay_lib.exit_codes import ExitCode
 from replay_lib.listing import describe_methods, describe_snapshot
 from replay_lib.methods import load_methods
 from replay_lib.record.results_file import append_results, check_results_file, read_results
-from replay_lib.run import Replayed, ReplayOptions, parse_experiments, replay_case
+from replay_lib.run import (
+    LEAST_REPEATS,
+    Replayed,
+    ReplayOptions,
+    parse_experiments,
+    replay_case,
+)
 from replay_lib.trainers.names import GRPO, check_name
 
 # \b keeps the lines of a paragraph as they are
@@ -96,6 +102,14 @@ Trainer = Annotated[
         help="Whose loss is replayed: grpo (built in), axrl (the installed one), module:factory.",
     ),
 ]
+Repeats = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        min=LEAST_REPEATS,
+        help="Replay the baseline N times; the spread of its norm enters the noise band.",
+    ),
+]
 Against = Annotated[
     str,
     typer.Option(metavar="METHOD", help="Compare with this experiment instead of the baseline."),
@@ -145,6 +159,7 @@ def replay(
     deterministic: Deterministic = True,
     mitigations: Mitigations = None,
     trainer: Trainer = GRPO,
+    repeats: Repeats = LEAST_REPEATS,
     results: ResultsFile = None,
     json: Json = False,
 ) -> None:
@@ -157,6 +172,7 @@ def replay(
         deterministic=deterministic,
         mitigations=mitigations,
         trainer=trainer,
+        repeats=repeats,
     )
     _replay(case, method or [], against, options, results=results, json=json)
 
@@ -181,6 +197,7 @@ def sweep(
     deterministic: Deterministic = True,
     mitigations: Mitigations = None,
     trainer: Trainer = GRPO,
+    repeats: Repeats = LEAST_REPEATS,
     results: ResultsFile = None,
     json: Json = False,
 ) -> None:
@@ -193,6 +210,7 @@ def sweep(
         deterministic=deterministic,
         mitigations=mitigations,
         trainer=trainer,
+        repeats=repeats,
     )
     chosen = methods or list(load_methods(options.mitigations))
     _replay(case, chosen, against, options, results=results, json=json)
@@ -262,6 +280,7 @@ def _options(
     deterministic: bool,
     mitigations: list[Path] | None,
     trainer: str,
+    repeats: int,
 ) -> ReplayOptions:
     return ReplayOptions(
         device=device,
@@ -271,6 +290,7 @@ def _options(
         deterministic=deterministic,
         mitigations=tuple(mitigations or ()),
         trainer=check_name(trainer),
+        repeats=repeats,
     )
 
 

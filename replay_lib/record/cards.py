@@ -26,6 +26,7 @@ BLOCK_START = "<!-- results: generated, do not edit -->"
 BLOCK_END = "<!-- end of results -->"
 NO_RESULT = "No result is recorded yet."
 INDEX = "README.md"
+CIRCUMSTANCES = ("dtype", "device", "repeats", "spread", "date")
 
 _BLOCK = re.compile(f"{re.escape(BLOCK_START)}\n(.*?)\n{re.escape(BLOCK_END)}", re.DOTALL)
 _CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -131,8 +132,8 @@ def render_block(slug: str, results: Sequence[Result]) -> str:
     if not shown:
         return NO_RESULT
     table = tabulate(
-        [[cell(r) for _, cell in COLUMNS] + [r.dtype, r.device, r.timestamp[:10]] for r in shown],
-        headers=[*(title for title, _ in COLUMNS), "dtype", "device", "date"],
+        [[cell(r) for _, cell in COLUMNS] + _circumstances(r) for r in shown],
+        headers=[*(title for title, _ in COLUMNS), *CIRCUMSTANCES],
         tablefmt="github",
         disable_numparse=True,
     )
@@ -143,6 +144,13 @@ def render_block(slug: str, results: Sequence[Result]) -> str:
         told = f"The median of {', '.join(mechanism)} was not measured: ratio and verdict there"
         lines += ["", f"{told} show the mechanism, not the method's worth."]
     return "\n".join(lines)
+
+
+def _circumstances(result: Result) -> list[str]:
+    """Under which :data:`CIRCUMSTANCES` a result was got; ``spread`` is the baselines' own."""
+    repeats = "-" if result.repeats is None else str(result.repeats)
+    spread = "-" if result.repeat_spread is None else f"{result.repeat_spread:.2g}"
+    return [result.dtype, result.device, repeats, spread, result.timestamp[:10]]
 
 
 def _status_line(alone: Sequence[Result]) -> str:

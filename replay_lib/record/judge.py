@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from replay_lib.case import Case
 from replay_lib.engine.protocol import Experiment, MitigationCall, Outcome, SessionInfo
-from replay_lib.noise import noise_of
+from replay_lib.noise import noise_of, spread
 from replay_lib.patch import AfterNorm, Norms, clipped
 from replay_lib.record.result import OldResult, Result, SideEffect
 from replay_lib.rule import Verdict, ratio_of, reduction_of, relative_difference
@@ -44,29 +44,26 @@ class Traits:
 class Comparison:
     """The replays that one outcome is judged beside.
 
-    ``baseline`` was replayed twice in the session; ``repeat_norm`` and ``repeat_digest`` are the
-    second one's. ``compared`` is the outcome of the experiment named by ``against``,
-    ``side_effect`` what this experiment does to the quiet control, ``quiet_param_norms`` the norms
-    of that step's parameters with nothing patched.
+    ``repeats`` are the further replays of ``baseline`` in the same session. ``compared`` is the
+    outcome of the experiment named by ``against``, ``side_effect`` what this experiment does to the
+    quiet control, ``quiet_param_norms`` the norms of that step's parameters with nothing patched.
     """
 
     baseline: Outcome
-    repeat_norm: float
-    repeat_digest: str
+    repeats: tuple[Outcome, ...] = ()
     compared: Outcome
     side_effect: SideEffect | None = None
     quiet_param_norms: Mapping[str, float] | None = None
 
     @property
     def deterministic(self) -> bool:
-        """Whether the two baselines are bit-equal: seen, not trusted from a flag."""
-        return self.baseline.digest == self.repeat_digest
+        """Whether all baselines are bit-equal: seen, not trusted from a flag."""
+        return all(again.digest == self.baseline.digest for again in self.repeats)
 
     @property
     def repeat_spread(self) -> float:
-        """Relative distance between the two baselines' norms; NaN where one is not finite."""
-        off = relative_difference(self.repeat_norm, self.baseline.grad_norm_preclip)
-        return float("nan") if off is None else off
+        """(largest - smallest) / median of the baselines' norms; NaN where one is not finite."""
+        return spread([o.grad_norm_preclip for o in (self.baseline, *self.repeats)])
 
 
 def label_of(calls: Sequence[MitigationCall]) -> str:
@@ -119,6 +116,7 @@ def judge_outcome(
         old=_old(judgement),
         recorded_norm=recorded.norm,
         relative_difference=relative_difference(beside.baseline.grad_norm_preclip, recorded.norm),
+        repeats=1 + len(beside.repeats),
         repeat_spread=beside.repeat_spread,
         ratio_scaled=judgement.ratio_scaled,
         side_effect=beside.side_effect,
@@ -150,9 +148,7 @@ def judge_quiet(
     that snapshot states. The quiet control is judged by the case's own target and tolerance.
     """
     norm, quiet = outcome.grad_norm_preclip, baseline.grad_norm_preclip
-    beside = Comparison(
-        baseline=baseline, repeat_norm=quiet, repeat_digest=baseline.digest, compared=baseline
-    )
+    beside = Comparison(baseline=baseline, compared=baseline)
     judgement = judge(
         _measured(
             outcome, beside=beside, session=session, case=case, recorded=recorded, traits=Traits()

@@ -88,7 +88,9 @@ class Result(Frozen):
     Norms are L2 over all parameters before clipping. ``grad_norm_preclip``, ``ratio``,
     ``compared_norm`` and ``reduction`` are those with stored old log-probabilities; ``old`` has
     both treatments where they may differ, the one whose verdict counted first. ``seconds`` is the
-    replay's own time.
+    replay's own time. ``repeats`` is how often the session replayed the baseline, and
+    ``repeat_spread`` (largest - smallest) / median of those norms (both None in results of older
+    versions).
     """
 
     case: str
@@ -118,6 +120,7 @@ class Result(Frozen):
     old: tuple[OldResult, ...] = ()
     recorded_norm: float | None
     relative_difference: float | None
+    repeats: int | None = None
     repeat_spread: float | None = None
     ratio_scaled: float | None = None
     side_effect: SideEffect | None = None

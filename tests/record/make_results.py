@@ -54,7 +54,7 @@ def case(**fields: Any) -> Case:
 
 def result(one: Outcome, **fields: Any) -> Result:
     beside = fields.pop("beside", None) or Comparison(
-        baseline=BASELINE, repeat_norm=8.0, repeat_digest=BASELINE.digest, compared=BASELINE
+        baseline=BASELINE, repeats=(BASELINE,), compared=BASELINE
     )
     given: dict[str, Any] = {
         "session": INFO,

@@ -210,26 +210,27 @@ def test_every_published_figure_is_on_the_card(slug):
 
 def test_results_are_rendered_into_the_card_and_the_index(folder):
     slug = "enable-token-mismatch-tis-max2"
-    changed = update_cards([make_result()], METHODS, folder)
+    results = [make_result(repeats=5, repeat_spread=1.23e-6)]
+    changed = update_cards(results, METHODS, folder)
     assert {f.name for f in changed} == {f"{slug}.md", INDEX}
     assert block_of(folder / f"{slug}.md").splitlines() == [
         "Status: proven (1 of 1 recorded).",
         "",
         "| case   | experiment                     | grad norm   | ratio   | carried   "
         "| reduction   | retained   | quiet   | verdict   | expected    | fidelity   | dtype   "
-        "| device   | date       |",
+        "| device   | repeats   | spread   | date       |",
         "|--------|--------------------------------|-------------|---------|-----------"
         "|-------------|------------|---------|-----------|-------------|------------|---------"
-        "|----------|------------|",
+        "|----------|-----------|----------|------------|",
         "| a-case | enable-token-mismatch-tis-max2 | 1.25        | 1.250   | -         "
         "| 75.0%       | 80%        | -       | pass      | as expected | folded     | float32 "
-        "| cpu      | 2030-01-02 |",
+        "| cpu      | 5         | 1.2e-06  | 2030-01-02 |",
     ]
     cards = read_cards(folder)
     assert cards[slug].status == "proven"
     assert {c.status for s, c in cards.items() if s != slug} == {"-"}
     assert (folder / INDEX).read_text() == render_index(METHODS, cards)
-    assert update_cards([make_result()], METHODS, folder) == []
+    assert update_cards(results, METHODS, folder) == []
 
 
 def test_a_card_whose_method_was_not_tried_is_left_alone(folder):

@@ -48,9 +48,7 @@ def test_the_baseline_is_judged_by_its_own_word() -> None:
 
 def test_against_compares_with_another_experiment() -> None:
     control = outcome("policy-only", 6.0)
-    beside = Comparison(
-        baseline=BASELINE, repeat_norm=8.0, repeat_digest=BASELINE.digest, compared=control
-    )
+    beside = Comparison(baseline=BASELINE, repeats=(BASELINE,), compared=control)
     one = result(outcome("policy-only+mask", 5.4, against="policy-only"), beside=beside)
     assert (one.against, one.compared_norm) == ("policy-only", 6.0)
     assert one.reduction == pytest.approx(0.1)
@@ -61,9 +59,7 @@ def test_against_compares_with_another_experiment() -> None:
 
 def test_carried_old_log_probabilities_are_compared_with_carried_ones() -> None:
     control = outcome("current-routes", 6.0, grad_norm_preclip_carried=4.5)
-    beside = Comparison(
-        baseline=BASELINE, repeat_norm=8.0, repeat_digest=BASELINE.digest, compared=control
-    )
+    beside = Comparison(baseline=BASELINE, repeats=(BASELINE,), compared=control)
     routed = outcome("x", 4.0, grad_norm_preclip_carried=4.4, against="current-routes")
     one = result(routed, beside=beside)
     assert (one.verdict, one.flags) == (Verdict.FAIL, (Flag.OLD_SENSITIVE,))
@@ -81,13 +77,31 @@ def test_shares_retained_with_carried_old_log_probabilities_count_too() -> None:
 
 
 def test_two_baselines_that_differ_are_not_deterministic_and_widen_the_band() -> None:
-    beside = Comparison(
-        baseline=BASELINE, repeat_norm=8.4, repeat_digest="another", compared=BASELINE
-    )
+    again = outcome("baseline", 8.4, digest="another")
+    beside = Comparison(baseline=BASELINE, repeats=(again,), compared=BASELINE)
     one = result(outcome("cap", 2.9), beside=beside)
     assert one.deterministic is False
-    assert one.noise_band == pytest.approx(0.05)
+    assert (one.repeats, one.repeat_spread) == (2, pytest.approx(0.4 / 8.2))
+    assert one.noise_band == one.repeat_spread
     assert one.verdict is Verdict.INCONCLUSIVE
+
+
+def test_the_spread_is_that_of_all_baselines_whichever_came_first() -> None:
+    norms = (8.0, 8.01, 7.98, 8.0)
+    again = tuple(outcome("baseline", n) for n in norms)
+    one = result(BASELINE, beside=Comparison(baseline=BASELINE, repeats=again, compared=BASELINE))
+    assert (one.repeats, one.deterministic) == (5, False)
+    assert one.noise_band == one.repeat_spread == pytest.approx(0.03 / 8.0)
+    steady = Comparison(baseline=BASELINE, repeats=(BASELINE,) * 3, compared=BASELINE)
+    same = result(BASELINE, beside=steady)
+    assert (same.repeats, same.deterministic, same.repeat_spread) == (4, True, 0.0)
+    assert same.noise_band == 1e-5  # the table's
+
+
+def test_one_baseline_that_is_not_finite_leaves_no_band() -> None:
+    broken = outcome("baseline", float("nan"))
+    beside = Comparison(baseline=BASELINE, repeats=(BASELINE, broken), compared=BASELINE)
+    assert result(outcome("cap", 2.4), beside=beside).verdict is Verdict.INCONCLUSIVE
 
 
 def test_expected_verdicts_are_the_cases() -> None:
