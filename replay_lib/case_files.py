@@ -70,6 +70,13 @@ def seal(case_dir: str | Path, made: Mapping[str, Any] | None = None) -> Case:
     return sealed
 
 
+def write_expected(case_dir: str | Path, expected: Mapping[str, str]) -> None:
+    """Put ``expected`` (verdicts by experiment) into ``case.yaml``; the rest stays as it is."""
+    file = Path(case_dir).absolute() / layout.CASE_FILE
+    text = file.read_text(encoding="utf-8")
+    replace_file(file, _with_block(file, text, "expected", expected).encode("utf-8"))
+
+
 def _with_block(file: Path, text: str, key: str, value: Mapping[str, Any]) -> str:
     """``text`` with the top-level ``key`` replaced, or put at the end; checked by reading it."""
     wanted: dict[str, Any] = yaml.safe_load(text) | {key: dict(value)}

@@ -31,6 +31,7 @@ ROOMS = [
     "record",
     "quiet",
     "run",
+    "pin",
     "zoo",
     "demo listing suite",
     "cli pytest_plugin",

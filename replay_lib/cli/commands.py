@@ -20,6 +20,7 @@ from replay_lib.cli.output import (
     progress,
     stdout,
 )
+from replay_lib.cli.pin import pin
 from replay_lib.cli.porting import export, import_
 from replay_lib.cli.views import methods_table, print_replayed, replayed_document, snapshot_values
 from replay_lib.cli.zoo import zoo
@@ -59,6 +60,7 @@ app.add_typer(zoo, name="zoo")
 app.command()(doctor)
 app.command("export")(export)
 app.command("import")(import_)
+app.command()(pin)
 
 
 Json = Annotated[
