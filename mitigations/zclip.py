@@ -25,9 +25,9 @@ def zclip(z: float = 2.5, deviation: float = 0.25) -> AfterNorm:
             f"mitigation zclip: found z={z!r}, deviation={deviation!r}, expected both > 0"
         )
 
-    def answer(norms: Norms) -> float:
+    def answer(norms: Norms) -> float | None:
         if norms.median is None or not norms.median > 0:
-            raise PatchError("mitigation zclip: the snapshot has no median norm to compare with")
+            return None  # no recent norm to compare with
         spread = deviation * norms.median
         score = (norms.norm - norms.median) / spread
         return norms.norm if score <= z else norms.median + spread * z**2 / score

@@ -155,14 +155,18 @@ def clipped(norm: float, bound: float | None) -> float:
 
 @dataclass(frozen=True)
 class AfterNorm:
-    """An answer on the optimizer's side: the norm of what it lets through (``postclip_norm``)."""
+    """An answer on the optimizer's side: the norm of what it lets through (``postclip_norm``).
 
-    answer: Callable[[Norms], float]
+    None where the step does not tell: no median, no quiet control to compare with.
+    """
 
-    def __call__(self, norms: Norms) -> float:
+    answer: Callable[[Norms], float | None]
+
+    def __call__(self, norms: Norms) -> float | None:
         """``answer(norms)``; what it raises becomes a PatchError."""
         try:
-            return float(self.answer(norms))
+            told = self.answer(norms)
+            return None if told is None else float(told)
         except SpikeReplayError:
             raise
         except (Exception, SystemExit) as error:

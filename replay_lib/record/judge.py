@@ -260,7 +260,7 @@ def _postclip(
     if not traits.answers:
         return clipped(norm, recorded.clip_grad) if traits.after_norm else None
     for answer in traits.answers:
-        norm = answer(
+        left = answer(
             Norms(
                 norm=norm,
                 median=recorded.median,
@@ -269,4 +269,7 @@ def _postclip(
                 quiet_param_norms=beside.quiet_param_norms,
             )
         )
+        if left is None:
+            return None
+        norm = left
     return norm
