@@ -27,7 +27,7 @@ from replay_lib.errors import CaseError, SpikeReplayError, fault
 from replay_lib.methods import load_methods
 from replay_lib.patch import Mitigation
 from replay_lib.record.result import Result, SideEffect
-from replay_lib.run import LEAST_REPEATS, ReplayOptions, parse_experiments
+from replay_lib.run import BACKENDS, LEAST_REPEATS, NATIVE, ReplayOptions, parse_experiments
 from replay_lib.suite import (
     NO_CASES,
     PROPERTY,
@@ -37,7 +37,6 @@ from replay_lib.suite import (
     mitigation_labels,
     summary_lines,
 )
-from replay_lib.trainers.names import GRPO, check_name
 
 Replay = Callable[..., Result]
 Quiet = Callable[[str], SideEffect]
@@ -79,8 +78,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--trainer",
         metavar="NAME",
-        default=GRPO,
-        help="whose loss is replayed: grpo, axrl or module:factory [default: grpo]",
+        help="whose loss is replayed: grpo, axrl or module:factory [default: the backend's own]",
+    )
+    group.addoption(
+        "--backend",
+        default=NATIVE,
+        choices=BACKENDS,
+        help="what replays: this library's engine, or AXRL's own worker [default: native]",
     )
     group.addoption(
         "--repeats",
@@ -197,8 +201,9 @@ def _options(config: pytest.Config) -> ReplayOptions:
     """How the command line asks for replays; UsageError where it cannot."""
     return ReplayOptions(
         mitigations=tuple(config.getoption("--mitigations")),
-        trainer=check_name(config.getoption("--trainer")),
+        trainer=config.getoption("--trainer"),
         repeats=config.getoption("--repeats"),
+        backend=config.getoption("--backend"),
     )
 
 

@@ -22,8 +22,10 @@ from replay_lib.quiet import REFUSALS, QuietControl
 from replay_lib.record.judge import Comparison, Recorded, Traits, judge_outcome
 from replay_lib.record.result import Result, quiet_faults
 from replay_lib.snapshot.opening import open_snapshot
-from replay_lib.trainers.names import GRPO
+from replay_lib.trainers.names import AXRL, GRPO, check_name
 
+NATIVE = "native"
+BACKENDS = (NATIVE, AXRL)
 #: The methods recorded for the published spikes, in the order of their documents.
 RECORDED_METHODS = (
     "enable-token-mismatch-tis-max2",
@@ -51,8 +53,9 @@ class ReplayOptions:
     rows: str = "recorded"
     deterministic: bool = True
     mitigations: tuple[Path, ...] = ()
-    trainer: str = GRPO
+    trainer: str | None = None  # None: the backend's own, grpo or axrl
     repeats: int = LEAST_REPEATS
+    backend: str = NATIVE
 
     def __post_init__(self) -> None:
         if self.repeats < LEAST_REPEATS:
@@ -60,6 +63,29 @@ class ReplayOptions:
                 f"repeats: found {self.repeats}, expected {LEAST_REPEATS} or more: one replay of "
                 "the baseline shows no spread"
             )
+        if self.trainer is not None:
+            check_name(self.trainer)
+        _check_backend(self)
+
+
+def _check_backend(options: ReplayOptions) -> None:
+    """UsageError that names what a backend cannot honour."""
+    if options.backend not in BACKENDS:
+        raise UsageError(f"backend {options.backend!r}: expected one of {', '.join(BACKENDS)}")
+    if options.backend == NATIVE:
+        return
+    given = {
+        "trainer": options.trainer not in (None, AXRL),
+        "precision": options.precision != "recorded",
+        "dp-ranks": options.dp_ranks is not None,
+        "rows": options.rows != "recorded",
+    }
+    odd = [f"--{name}" for name, there in given.items() if there]
+    if odd:
+        raise UsageError(
+            f"backend axrl: it cannot honour {', '.join(odd)}: AXRL replays the whole step with "
+            "its own loss, as it was recorded"
+        )
 
 
 @dataclass(frozen=True)
@@ -80,7 +106,11 @@ def _silent(_: Step) -> None:
 
 
 def open_engine(snapshot: Path, options: ReplayOptions) -> Engine:
-    """Start the built-in engine on ``snapshot``."""
+    """Start the backend that ``options`` name on ``snapshot``."""
+    if options.backend == AXRL:
+        from replay_lib.backend.session import open_axrl
+
+        return open_axrl(snapshot, device=options.device, mitigations=options.mitigations)
     from replay_lib.engine.session import ReplaySession
 
     return ReplaySession.open(
@@ -91,7 +121,7 @@ def open_engine(snapshot: Path, options: ReplayOptions) -> Engine:
         rows=options.rows,
         deterministic=options.deterministic,
         mitigations=options.mitigations,
-        trainer=options.trainer,
+        trainer=options.trainer or GRPO,
     )
 
 

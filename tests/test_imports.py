@@ -22,6 +22,7 @@ ROOMS = [
     "methods",
     "trainers",
     "engine",
+    "backend",
     "detect noise rule",
     "recorder",
     "verdict",

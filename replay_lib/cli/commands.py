@@ -37,7 +37,6 @@ from replay_lib.run import (
     parse_experiments,
     replay_case,
 )
-from replay_lib.trainers.names import GRPO, check_name
 
 # \b keeps the lines of a paragraph as they are
 EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {c.value:>3}  {c.meaning}" for c in ExitCode)
@@ -98,7 +97,7 @@ Mitigations = Annotated[
     ),
 ]
 Trainer = Annotated[
-    str,
+    str | None,
     typer.Option(
         metavar="NAME",
         help="Whose loss is replayed: grpo (built in), axrl (the installed one), module:factory.",
@@ -111,6 +110,10 @@ Repeats = Annotated[
         min=LEAST_REPEATS,
         help="Replay the baseline N times; the spread of its norm enters the noise band.",
     ),
+]
+Backend = Annotated[
+    Literal["native", "axrl"],
+    typer.Option(help="What replays: this library's engine, or AXRL's own worker on its GPUs."),
 ]
 Against = Annotated[
     str,
@@ -160,8 +163,9 @@ def replay(
     rows: Rows = "recorded",
     deterministic: Deterministic = True,
     mitigations: Mitigations = None,
-    trainer: Trainer = GRPO,
+    trainer: Trainer = None,
     repeats: Repeats = LEAST_REPEATS,
+    backend: Backend = "native",
     results: ResultsFile = None,
     json: Json = False,
 ) -> None:
@@ -175,6 +179,7 @@ def replay(
         mitigations=mitigations,
         trainer=trainer,
         repeats=repeats,
+        backend=backend,
     )
     _replay(case, method or [], against, options, results=results, json=json)
 
@@ -198,8 +203,9 @@ def sweep(
     rows: Rows = "recorded",
     deterministic: Deterministic = True,
     mitigations: Mitigations = None,
-    trainer: Trainer = GRPO,
+    trainer: Trainer = None,
     repeats: Repeats = LEAST_REPEATS,
+    backend: Backend = "native",
     results: ResultsFile = None,
     json: Json = False,
 ) -> None:
@@ -213,6 +219,7 @@ def sweep(
         mitigations=mitigations,
         trainer=trainer,
         repeats=repeats,
+        backend=backend,
     )
     chosen = methods or list(load_methods(options.mitigations))
     _replay(case, chosen, against, options, results=results, json=json)
@@ -281,8 +288,9 @@ def _options(
     rows: str,
     deterministic: bool,
     mitigations: list[Path] | None,
-    trainer: str,
+    trainer: str | None,
     repeats: int,
+    backend: str,
 ) -> ReplayOptions:
     return ReplayOptions(
         device=device,
@@ -291,8 +299,9 @@ def _options(
         rows=rows,
         deterministic=deterministic,
         mitigations=tuple(mitigations or ()),
-        trainer=check_name(trainer),
+        trainer=trainer,
         repeats=repeats,
+        backend=backend,
     )
 
 

@@ -164,7 +164,7 @@ class SessionInfo(Frozen):
     ``dp_ranks`` are the recorded data-parallel ranks that are replayed, ``dp_recorded`` their
     number in the run. ``layout`` is how many ranks replay. ``seconds`` splits the start
     (imports, model, weights). ``deterministic`` says that deterministic algorithms are on.
-    ``trainer`` is whose loss is replayed.
+    ``trainer`` is whose loss is replayed, ``backend`` what replays it (native or axrl).
     """
 
     snapshot: str
@@ -181,6 +181,7 @@ class SessionInfo(Frozen):
     seconds: dict[str, float]
     notes: tuple[str, ...] = ()
     trainer: str = "grpo"
+    backend: str = "native"
 
 
 def is_loss_only(seams: Sequence[Seam]) -> bool:

@@ -75,7 +75,6 @@ class ReplaySession:
         the error that the worker met, or EngineError.
         """
         check_name(trainer)
-        worker = _Worker.start(_resolve_device(device), ranks, worker_module)
         request = {
             "op": "open",
             "snapshot": str(Path(snapshot).resolve()),
@@ -87,6 +86,31 @@ class ReplaySession:
             "trainer": trainer,
             "python_path": [p or str(Path.cwd()) for p in sys.path],
         }
+        return cls.start(
+            request,
+            device=_resolve_device(device),
+            ranks=ranks,
+            start_timeout_s=start_timeout_s,
+            silence_timeout_s=silence_timeout_s,
+            worker_module=worker_module,
+        )
+
+    @classmethod
+    def start(
+        cls,
+        request: dict[str, Any],
+        *,
+        device: str,
+        ranks: int,
+        start_timeout_s: float = START_TIMEOUT_S,
+        silence_timeout_s: float = SILENCE_TIMEOUT_S,
+        worker_module: str = WORKER,
+    ) -> ReplaySession:
+        """Start a job of ``ranks`` processes of ``worker_module`` and send it ``request``.
+
+        ``device`` is cpu or cuda. Raises the error that the worker met, or EngineError.
+        """
+        worker = _Worker.start(device, ranks, worker_module)
         try:
             worker.send(request)
             reply = worker.receive(start_timeout_s)

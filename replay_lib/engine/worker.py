@@ -8,77 +8,33 @@ ends the others.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import os
-import signal
-import socket
 import sys
 import time
-import traceback
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-CHANNEL = "SPIKE_REPLAY_CHANNEL"  # path of the parent's socket
-DEVICE = "SPIKE_REPLAY_DEVICE"  # cpu or cuda
-
-
-class Channel:
-    """Lines of JSON to and from the parent; on ranks other than 0 writing does nothing."""
-
-    def __init__(self, path: str, rank: int) -> None:
-        self.stream = None
-        if rank == 0:
-            connection = socket.socket(socket.AF_UNIX)
-            connection.connect(path)
-            self.stream = connection.makefile("rw", encoding="utf-8")
-
-    def send(self, event: str, **values: Any) -> None:
-        """Write one event."""
-        if self.stream is not None:
-            self.stream.write(json.dumps({"event": event, **values}, allow_nan=False) + "\n")
-            self.stream.flush()
-
-    def requests(self, comm: Any) -> Iterator[dict[str, Any]]:
-        """Requests until the parent closes, the same on every rank."""
-        while True:
-            line = self.stream.readline() if self.stream is not None else ""
-            text: str = comm.broadcast(line)
-            if not text:
-                return
-            yield json.loads(text)
+from replay_lib.engine.channel import (
+    CHANNEL,
+    DEVICE,
+    Channel,
+    describe_error,
+    die_with_parent,
+    leave_word,
+)
 
 
 def main() -> None:
     """Entry of ``python -m replay_lib.engine.worker`` under torchrun."""
     started = time.perf_counter()
-    _die_with_parent()
+    die_with_parent()
     channel = Channel(os.environ[CHANNEL], int(os.environ.get("RANK", "0")))
     try:
         _serve(channel, started)
     except BaseException as error:
-        _leave_word(error)
-        channel.send("error", answered=False, **_describe(error))
+        leave_word(error)
+        channel.send("error", answered=False, **describe_error(error))
         raise
-
-
-def _die_with_parent() -> None:
-    """Ask Linux to end this process when torchrun ends, however that happens.
-
-    A torchrun that is killed takes no leave of its ranks, and a rank that hangs would stay behind.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def _leave_word(error: BaseException) -> None:
-    """Write what this rank met beside the channel: the parent shows the first rank's error."""
-    rank = os.environ.get("RANK", "0")
-    path = Path(os.environ[CHANNEL]).with_name(f"error_rank{rank}.json")
-    with contextlib.suppress(OSError):
-        path.write_text(json.dumps(_describe(error)))
 
 
 def _serve(channel: Channel, started: float) -> None:
@@ -156,7 +112,7 @@ def _answer(channel: Channel, replayer: Any, op: str, request: dict[str, Any]) -
     except SpikeReplayError as error:
         if replayer.loaded.comm.world > 1:
             raise
-        channel.send("error", answered=True, **_describe(error))
+        channel.send("error", answered=True, **describe_error(error))
 
 
 def _run(channel: Channel, replayer: Any, request: dict[str, Any]) -> None:
@@ -183,22 +139,6 @@ def _bare(replayer: Any, passes: int) -> list[float]:
     from replay_lib.engine.step import bare_pass
 
     return [bare_pass(replayer.loaded) for _ in range(passes)]
-
-
-def _describe(error: BaseException) -> dict[str, str]:
-    from replay_lib.errors import SpikeReplayError
-
-    if isinstance(error, SpikeReplayError):
-        return {"code": error.code, "message": str(error)}
-    last = traceback.format_exception(error)
-    return {"code": "engine", "message": f"{_reason(error)}\n{''.join(last)}"}
-
-
-def _reason(error: BaseException) -> str:
-    name = type(error).__name__
-    if name == "OutOfMemoryError":
-        return "out of memory on the device: replay fewer ranks, or use a larger device"
-    return f"the worker met an unexpected {name}: {error}"
 
 
 if __name__ == "__main__":

@@ -130,6 +130,7 @@ def judge_outcome(
         layout=session.layout,
         notes=session.notes,
         trainer=session.trainer,
+        backend=session.backend,
         timestamp=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
 

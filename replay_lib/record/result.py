@@ -134,6 +134,7 @@ class Result(Frozen):
     layout: dict[str, int] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()
     trainer: str = "grpo"
+    backend: str = "native"
     timestamp: str
 
     @property
@@ -172,9 +173,12 @@ class Result(Frozen):
         """What this result makes of its method; None for a baseline.
 
         None too where the median was invented: such a case shows that replay and patches work,
-        and tells nothing of a method's worth, good or bad. What is diagnostic stays diagnostic.
+        and tells nothing of a method's worth, good or bad. None where another backend than the
+        native one replayed: nobody measured what is kept of the signal. What is diagnostic stays
+        diagnostic.
         """
-        if self.is_baseline or (self.evidence == "mechanism" and not self.diagnostic):
+        untold = self.evidence == "mechanism" or self.backend != "native"
+        if self.is_baseline or (untold and not self.diagnostic):
             return None
         return status_of(
             self.verdict,

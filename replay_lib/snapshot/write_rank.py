@@ -128,10 +128,27 @@ def write_routing(path: Path, handles: Sequence[RowHandles | None]) -> int:
     return len(payload)
 
 
-def write_trainer(path: Path, settings: GrpoSettings) -> None:
-    """``trainer.pt``: AXRL's GrpoTrainer with these settings."""
-    config = _pydantic("GrpoTrainerConfig", settings.model_dump())
+def write_trainer(
+    path: Path, settings: GrpoSettings, saved: Mapping[str, Any] | None = None
+) -> None:
+    """``trainer.pt``: AXRL's GrpoTrainer with these settings.
+
+    ``saved`` are recorded settings as plain dictionaries: what ``settings`` do not know, those of
+    a newer trainer, is kept from there.
+    """
+    config = _pydantic("GrpoTrainerConfig", _over(saved or {}, settings.model_dump()))
     save_named(Instance(named("axrl.trainer.grpo_trainer.GrpoTrainer"), {"config": config}), path)
+
+
+def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """``above`` laid over ``below``, group by group."""
+    both = {
+        key: _over(below[key], value)
+        if isinstance(value, dict) and isinstance(below.get(key), dict)
+        else value
+        for key, value in above.items()
+    }
+    return {**below, **both}
 
 
 _CONFIG_OF_FIELD = {

@@ -141,3 +141,14 @@ def test_a_nan_norm_is_its_own_verdict() -> None:
     one = result(outcome("poison", float("nan"), nonfinite=("advantage of row 1, token 7",)))
     assert (one.verdict, one.red) == (Verdict.NON_FINITE, True)
     assert one.as_json()["grad_norm_preclip"] == "NaN"
+
+
+def test_a_result_tells_whose_loss_and_what_replayed_it():
+    told = result(outcome("halve", 2.0, retained=KEPT))
+    assert (told.trainer, told.backend, told.status) == ("grpo", "native", Status.PROVEN)
+    elsewhere = INFO.model_copy(update={"trainer": "axrl", "backend": "axrl"})
+    other = result(outcome("halve", 2.0), session=elsewhere)
+    assert (other.trainer, other.backend, other.verdict) == ("axrl", "axrl", Verdict.PASS)
+    assert other.status is None  # nobody measured how much of the signal it keeps
+    diagnostic = result(outcome("halve", 2.0), session=elsewhere, traits=Traits(diagnostic=True))
+    assert diagnostic.status is Status.DIAGNOSTIC
