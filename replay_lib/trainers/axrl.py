@@ -254,7 +254,8 @@ def _fields(
     prefix: str,
 ) -> dict[str, Any]:
     """Values for ``kind`` by name: the recorded ones, and over them those of ``ours``."""
-    fields = dict(saved)
+    # an inert field that says nothing: its writer did not know it, and AXRL has its own default
+    fields = {k: v for k, v in saved.items() if not (k in ours.inert and v is None)}
     for name, field in type(ours).model_fields.items():
         value: Any = getattr(ours, name)
         if name in ours.inert:

@@ -110,6 +110,15 @@ def test_a_recorded_setting_that_axrl_has_not_is_named() -> None:
     )
 
 
+def test_an_inert_setting_that_was_written_as_nothing_is_axrls_default() -> None:
+    root = importable_or_skip()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, str(root))
+        written = load_axrl(GrpoSettings().model_dump())  # as write_snapshot writes them
+    rows, log_prob, entropy = inputs_of(CASES[0])
+    assert written.loss(GrpoSettings(), rows, log_prob, entropy, None).scaled.requires_grad
+
+
 def test_a_loss_that_asks_its_policy_loss_otherwise_is_not_guessed_at(axrl, monkeypatch) -> None:
     import axrl.trainer.grpo_trainer as module
 
