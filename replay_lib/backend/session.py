@@ -23,7 +23,7 @@ def open_axrl(
     """A session whose replays are AXRL's own, as many ranks as the run had.
 
     Raises EngineError with all that is missing here, before anything is started, and UsageError
-    for the device cpu.
+    for the device cpu and for a portable snapshot.
     """
     lacking = missing_for_backend(snapshot)
     if lacking:
@@ -31,6 +31,12 @@ def open_axrl(
         raise EngineError(f"backend axrl cannot run here; missing:{lines}")
     if device == "cpu":
         raise UsageError("backend axrl: it cannot honour --device cpu: AXRL runs on NVIDIA devices")
+    opened = open_snapshot(snapshot)
+    if opened.portable:
+        raise UsageError(
+            f"backend axrl: {opened.path} is a portable snapshot, which Megatron cannot read; turn "
+            "it back with spike-replay import first"
+        )
     request = {
         "op": "open",
         "snapshot": str(Path(snapshot).resolve()),
@@ -40,7 +46,7 @@ def open_axrl(
     return ReplaySession.start(
         request,
         device=DEVICE,
-        ranks=open_snapshot(snapshot).parallel.world_size,
+        ranks=opened.parallel.world_size,
         start_timeout_s=START_TIMEOUT_S,
         worker_module=WORKER,
     )

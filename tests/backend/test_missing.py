@@ -13,6 +13,7 @@ from replay_lib.backend.session import open_axrl
 from replay_lib.cli import commands
 from replay_lib.errors import EngineError, UsageError
 from replay_lib.run import ReplayOptions
+from replay_lib.snapshot import export_snapshot, open_snapshot
 from replay_lib.trainers.axrl_source import VARIABLE
 
 SNAPSHOT = Path(__file__).parents[2] / "spike_cases/axrl-plain-step85/snapshot/iter_0000085"
@@ -110,6 +111,12 @@ def test_no_job_is_started_where_something_lacks(complete, monkeypatch) -> None:
 def test_the_cpu_is_refused_where_nothing_else_lacks(complete) -> None:
     with pytest.raises(UsageError, match="backend axrl: it cannot honour --device cpu: AXRL runs"):
         open_axrl(SNAPSHOT, device="cpu")
+
+
+def test_a_portable_snapshot_has_to_be_turned_back_first(complete, tmp_path) -> None:
+    export_snapshot(open_snapshot(SNAPSHOT), tmp_path / "portable")
+    with pytest.raises(UsageError, match="is a portable snapshot, which Megatron cannot read"):
+        open_axrl(tmp_path / "portable")
 
 
 def test_the_command_ends_with_that_list(complete, monkeypatch, capsys) -> None:
