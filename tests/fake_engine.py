@@ -59,6 +59,8 @@ class FakeEngine:
             parameters=10,
             versions={"torch": "none"},
             seconds={"imports": 0.0},
+            trainer=options.trainer or "grpo",
+            backend=options.backend,
         )
         _log(f"open {snapshot}")
 

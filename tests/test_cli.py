@@ -350,3 +350,21 @@ def test_the_real_thing_twice_bit_for_bit() -> None:
     assert (first["deterministic"], first["verdict"]) == (True, "reproduced")
     assert first["digest"] == second["digest"]
     assert first["grad_norm_preclip"] == second["grad_norm_preclip"]
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("command", [("replay", CASE, "-m"), ("sweep", CASE)])
+def test_trainer_and_backend_reach_the_engine_and_the_results(
+    spike_replay: Any, command: tuple[object, ...]
+) -> None:
+    method, more = "disable-routing-replay", ("--trainer", "my.losses:make", "--json")
+    results = spike_replay(*command, method, *more).document["results"]
+    assert {(r["trainer"], r["backend"]) for r in results} == {("my.losses:make", "native")}
+    results = spike_replay(*command, method, "--backend", "axrl", "--json").document["results"]
+    assert {r["backend"] for r in results} == {"axrl"}
+
+
+def test_a_trainer_that_a_backend_cannot_take_is_a_wrong_call(spike_replay: Any) -> None:
+    ran = spike_replay("replay", CASE, "--backend", "axrl", "--trainer", "grpo", "--json")
+    assert ran.code == ExitCode.USAGE
+    assert "backend axrl: it cannot honour --trainer" in ran.document["error"]["message"]

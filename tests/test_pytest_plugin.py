@@ -340,3 +340,19 @@ def test_nothing_of_torch_is_imported_by_the_plugin(suite: Suite) -> None:
         """
     )
     suite.run().assert_outcomes(passed=5)
+
+
+def test_trainer_and_backend_reach_the_engine(suite: Suite) -> None:
+    suite.case("a")
+    suite.pytester.makepyfile(
+        test_spikes="""
+        def test_whose(case, replay):
+            found = replay()
+            assert (found.trainer, found.backend) == ("my.losses:make", "native")
+        """
+    )
+    suite.run("--trainer", "my.losses:make").assert_outcomes(passed=1)
+    suite.run("--backend", "axrl").assert_outcomes(failed=1)
+    refused = suite.run("--backend", "axrl", "--trainer", "my.losses:make")
+    assert refused.ret == pytest.ExitCode.USAGE_ERROR
+    refused.stderr.fnmatch_lines(["ERROR: backend axrl: it cannot honour --trainer: *"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -12,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from replay_lib.backend.missing import missing_for_backend
 from replay_lib.engine.session import cuda_devices
 
 GIB = 1 << 30
@@ -58,12 +58,7 @@ def _lacks() -> dict[str, list[str]]:
     return {
         "native": _absent("torch", "megatron.core"),
         "te": [*_absent("torch", "megatron.core", "transformer_engine"), *gpu],
-        "axrl": [
-            *_absent("axrl", "megatron.core", "megatron.bridge", "transformer_engine"),
-            *_absent("ray", "tensordict", "transformers"),
-            *([] if sys.version_info >= (3, 12) else ["Python 3.12 or newer"]),
-            *gpu,
-        ],
+        "axrl": missing_for_backend(),
     }
 
 
