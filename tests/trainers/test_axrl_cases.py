@@ -84,6 +84,9 @@ def test_a_patch_of_each_seam_does_what_it_does_under_the_built_in_loss(monkeypa
 
 # ---- planted faults ----------------------------------------------------------------------------
 
+#: So that pytest-xdist makes the step once.
+one_worker = pytest.mark.xdist_group("axrl-faults")
+
 
 @pytest.fixture(scope="module")
 def active(tmp_path_factory) -> Case:
@@ -118,6 +121,7 @@ def active(tmp_path_factory) -> Case:
     return Case.from_snapshot(path)
 
 
+@one_worker
 def test_the_planted_lines_are_active_in_that_step(active: Case) -> None:
     snapshot = open_snapshot(active.snapshot)
     batches = [load_batch(snapshot, r) for r in range(snapshot.parallel.dp)]
@@ -147,6 +151,7 @@ def test_the_planted_lines_are_active_in_that_step(active: Case) -> None:
     assert kept == {True, False}  # the sequence mask drops some rows and keeps others
 
 
+@one_worker
 def test_that_step_is_reproduced_by_the_real_class(active: Case, monkeypatch) -> None:
     monkeypatch.setenv(VARIABLE, str(importable_or_skip()))
     (baseline, *_) = replayed(active, "axrl", METHODS).results
@@ -193,6 +198,7 @@ FAULTS = {
 }
 
 
+@one_worker
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_broken_line_of_the_class_is_red(fault, active: Case, tmp_path, monkeypatch) -> None:
     function, change = FAULTS[fault]
