@@ -50,6 +50,10 @@ class Thresholds(_Strict):
         value=RECORDING_REDUCTION,
         reason="the published method documents record methods above 15 % reduction",
     )
+    quiet_change: Limit = Limit(
+        value=0.20,
+        reason="AXRL takes norms within 20 % for the same step; a larger change is a side effect",
+    )
 
 
 class Tolerance(_Strict):

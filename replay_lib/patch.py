@@ -150,7 +150,12 @@ class Norms:
 
 def clipped(norm: float, bound: float | None) -> float:
     """Megatron's clipping: norm * min(1, bound / (norm + 1e-6)); no bound, no clip."""
-    return norm * min(1.0, bound / (norm + 1e-6)) if bound else norm
+    return norm * clip_coefficient(norm, bound)
+
+
+def clip_coefficient(norm: float, bound: float | None) -> float:
+    """What Megatron's clipping multiplies a gradient of norm ``norm`` by."""
+    return min(1.0, bound / (norm + 1e-6)) if bound else 1.0
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,20 @@ def placeholder(layers: int, topk: int, dtype: torch.dtype = torch.int16) -> Ten
     return torch.arange(topk, dtype=dtype).expand(layers, topk)
 
 
+def compose_padding(routes: Sequence[Tensor], index_B: Tensor) -> list[Tensor]:
+    """``routes`` with the placeholder in padding rows (index below 0) that hold zeros alone.
+
+    The trainer gives padding the experts ``0..K-1``; a writer that filled zeros there names one
+    expert K times, which no router can be made to do. Rows of real tokens stay as they are.
+    """
+    return [
+        placeholder(int(route.shape[1]), int(route.shape[2]), route.dtype).repeat(len(route), 1, 1)
+        if padding and not bool(route.any())
+        else route
+        for route, padding in zip(routes, (index_B < 0).tolist(), strict=True)
+    ]
+
+
 def expand_routes(routes: Sequence[Tensor], attention_mask_BT: Tensor) -> Tensor:
     """``[B, T, L, K]`` from ``routes[b]`` of ``[n_b - 1, L, K]``, of their dtype, on the CPU.
 

@@ -110,14 +110,16 @@ def _serve(ask: dict[str, Any]) -> dict[str, Any]:
 
 
 def _planted(name: str) -> None:
-    from mutate_values import forward_first
+    import mutate_values
 
     from replay_lib.engine import step
 
     if not hasattr(step, "real_forward"):
         step.real_forward = step.forward
     step.forward = (
-        forward_first(step.real_forward) if name == "forward-first" else step.real_forward
+        mutate_values.forward_first(step.real_forward)
+        if name == "forward-first"
+        else step.real_forward
     )
 
 

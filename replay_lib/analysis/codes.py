@@ -218,8 +218,9 @@ CODES: dict[str, Code] = {
         "A filler stands where routes are missing (a later turn, a cached prefix).",
     ),
     "route-switch": Code(
-        _E,
-        "the run replayed routes and has none, or has routes and did not replay them",
+        _W,
+        "the run was to replay routes and has none (it routes itself then), or has routes and did "
+        "not replay them",
         "Check enable_routing_replay against the files.",
     ),
     # settings and model
@@ -253,6 +254,11 @@ CODES: dict[str, Code] = {
         "padding goes through routers that balance or cap experts, so it moves the gradient of "
         "real tokens",
         "Replay keeps the padding as the trainer had it; compare steps of equal padding only.",
+    ),
+    "capacity-drops": Code(
+        _W,
+        "a finite expert capacity drops choices of the saved routes; padding takes places too",
+        "Compare steps of equal padding only, or look at the run without capacity.",
     ),
     "packed-length-uneven": Code(
         _W,

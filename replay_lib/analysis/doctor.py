@@ -22,6 +22,7 @@ from replay_lib.snapshot.model import Snapshot
 from replay_lib.snapshot.opening import open_snapshot
 
 if TYPE_CHECKING:
+    from replay_lib.analysis.routes import RouterShape
     from replay_lib.batch import RankBatch
     from replay_lib.loss import GrpoSettings
 
@@ -231,7 +232,7 @@ def _batches(chart: _Chart) -> None:
 
 def _batch(chart: _Chart, batch: RankBatch) -> None:
     from replay_lib.analysis.columns import check_columns
-    from replay_lib.analysis.routes import check_rank_routes, router_shape
+    from replay_lib.analysis.routes import check_rank_routes
 
     files = chart.snapshot.files_of(batch.dp_rank)
     at = Place(dp_rank=batch.dp_rank)
@@ -247,15 +248,20 @@ def _batch(chart: _Chart, batch: RankBatch) -> None:
     chart.tally("tokens", sum(lengths))
     chart.tally("loss_tokens", int(batch.loss_mask.sum()))
     chart.add(check_columns(batch, files.batch, chart.settings, chart.vocab), files.batch, at)
-    try:
-        shape = router_shape(chart.fields)
-    except SpikeReplayError:
-        return  # told with the model section
-    if shape is not None:
+    if (shape := _router_shape(chart)) is not None:
         routing = files.routing or files.batch
         replayed = chart.snapshot.worker.enable_routing_replay
         found = check_rank_routes(batch, routing, shape, replayed=replayed)
         chart.add(found, routing, at)
+
+
+def _router_shape(chart: _Chart) -> RouterShape | None:
+    from replay_lib.analysis.routes import router_shape
+
+    try:
+        return router_shape(chart.fields)
+    except SpikeReplayError:  # told with the model section
+        return None
 
 
 def _repeated(chart: _Chart) -> Iterator[Finding]:
@@ -279,6 +285,7 @@ def _across_ranks(chart: _Chart) -> None:
 
 def _losses(chart: _Chart) -> None:
     """A second reading: how one rank's rows are split depends on all ranks' lengths."""
+    from replay_lib.analysis.capacity import check_capacity
     from replay_lib.analysis.losses import check_losses
     from replay_lib.microbatch import split_ranks
     from replay_lib.snapshot.batches import load_batch
@@ -304,7 +311,11 @@ def _losses(chart: _Chart) -> None:
         file = snapshot.files_of(dp_rank).batch
         chart.tally("micro_batches", len(split))
         batch = load_batch(snapshot, dp_rank)
-        chart.add(check_losses(batch, split, file, chart.settings), file, Place(dp_rank=dp_rank))
+        at = Place(dp_rank=dp_rank)
+        chart.add(check_losses(batch, split, file, chart.settings), file, at)
+        if (shape := _router_shape(chart)) is not None:
+            found = check_capacity(batch, split, file, chart.fields, shape)
+            chart.add(found, file, at)
 
 
 _EXAMINATIONS: tuple[Callable[[_Chart], None], ...] = (

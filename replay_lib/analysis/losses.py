@@ -34,16 +34,16 @@ def check_losses(
         except BatchError:
             return  # told as an absent column
         at = Place(dp_rank=batch.dp_rank, row=int(rows[0]))
+        value = float(loss.loss.detach())
         if not bool(part.loss_mask.any()):
             found = f"no loss token in the micro-batch of rows {numbers(list(rows))}"
             if not bool(loss.scaled.isfinite()):
-                found += f"; {settings.loss_agg_type} of nothing gives the loss {float(loss.loss)}"
+                found += f"; {settings.loss_agg_type} of nothing gives the loss {value}"
             yield finding("loss-of-nothing", file, found, at)
         elif bad is not None or not bool(loss.scaled.isfinite()):
             row, token = bad if bad is not None else (0, None)
             place = Place(dp_rank=batch.dp_rank, row=int(rows[row]), token=token)
-            found = f"the loss of the micro-batch of rows {numbers(list(rows))} is "
-            found += f"{float(loss.loss.detach())}"
+            found = f"the loss of the micro-batch of rows {numbers(list(rows))} is {value}"
             yield finding("loss-not-finite", file, found, place)
 
 

@@ -18,6 +18,7 @@ from replay_lib.analysis.findings import Finding, Place, finding
 from replay_lib.batch import RankBatch
 from replay_lib.engine.model_config import moe_pattern
 from replay_lib.merged import MergedRow
+from replay_lib.routing import compose_padding
 
 #: Tokens in a row with the same experts in every layer; by chance it is (1/C(E,K))**(L*(n-1)).
 LONGEST_RUN = 8
@@ -63,7 +64,11 @@ def check_rank_routes(
         yield finding("route-switch", file, "enable_routing_replay is off and rows have routes", at)
     if bare:
         yield finding("route-missing", file, f"no routes for rows {numbers(bare)}", at)
-    every = [(row, route) for row, found in enumerate(paths) for route in found]
+    every = [
+        (row, compose_padding([route], batch.index[row : row + 1])[0])
+        for row, found in enumerate(paths)
+        for route in found
+    ]
     yield from _counts(batch, file)
     yield from _dtypes(every, file, shape, at)
     fitting = yield from _shapes(every, file, shape, at)
@@ -130,9 +135,12 @@ def _shapes(
 
 def _seen(route: Tensor, shape: RouterShape, used: int) -> tuple[Tensor, list[int]]:
     """Ids ``[tokens, MoE layers, K]`` that a replay reads, and the layers by the model's count."""
-    layers = shape.moe_layers
-    picked = route[:used].long()
-    return (picked[:, layers] if route.shape[1] == len(shape.moe) else picked), layers
+    return seen_layers(route[:used].long(), shape), shape.moe_layers
+
+
+def seen_layers(routes: Tensor, shape: RouterShape) -> Tensor:
+    """The MoE layers of ``routes [..., L, K]``; a payload of all layers has dummies in others."""
+    return routes[..., shape.moe_layers, :] if routes.shape[-2] == len(shape.moe) else routes
 
 
 def _used(batch: RankBatch, row: int, route: Tensor) -> int:

@@ -28,7 +28,7 @@ from replay_lib.engine.trees import (
 )
 from replay_lib.errors import BatchError, fault
 from replay_lib.packing import Packed, pack
-from replay_lib.routing import check_routes, expand_routes
+from replay_lib.routing import check_routes, compose_padding, expand_routes
 
 #: The trainer pads the packed total to this multiple (FP8 kernels want it; AXRL always does it).
 ALIGN = 128
@@ -132,7 +132,7 @@ def _check_tokens(batch: RankBatch, vocab: int) -> None:
 def _routes(batch: RankBatch, model: LiveModel) -> list[Tensor]:
     where = f"batch of dp rank {batch.dp_rank}"
     _refuse_missing(where, [row for row, routes in enumerate(batch.routes) if routes is None])
-    routes = [r for r in batch.routes if r is not None]
+    routes = compose_padding([r for r in batch.routes if r is not None], batch.index)
     return _moe_routes(routes, batch.lengths(), model, where=where, unit="row")
 
 

@@ -141,6 +141,7 @@ class Outcome(Frozen):
     ``param_norms`` are per-parameter norms by Megatron's names. ``touched`` counts, for each seam
     used, how many elements, fields or (token, layer) pairs the patches changed.
     ``nonfinite`` names what was not finite, first things first (empty: everything was finite).
+    ``notes`` tell of a loss that is not finite although its gradient is.
     """
 
     experiment: Experiment
@@ -154,6 +155,7 @@ class Outcome(Frozen):
     retained: Retained | None = None
     retained_carried: Retained | None = None
     nonfinite: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     shared_forward: bool = False
     seconds: float
 

@@ -186,6 +186,7 @@ def _outcome(
         retained=keeps,
         retained_carried=retained(reference, carried.signals, comm) if carried else None,
         nonfinite=stored.nonfinite + (carried.nonfinite if carried else ()),
+        notes=stored.notes,
         shared_forward=shared,
         seconds=seconds,
     )

@@ -16,6 +16,7 @@ from torch import Tensor
 from replay_lib.batch import RankBatch
 from replay_lib.engine.comm import Comm
 from replay_lib.engine.protocol import Retained
+from replay_lib.loss import GrpoSettings
 
 KINDS = ("keep", "advantage", "dloss")
 
@@ -78,3 +79,14 @@ def first_nonfinite(signals: Signals, batches: Sequence[RankBatch]) -> tuple[str
                 f"({len(bad)} tokens of that rank)"
             )
     return tuple(found)
+
+
+def loss_note(rows: RankBatch, numbers: Sequence[int], value: float, settings: GrpoSettings) -> str:
+    """Tell of a micro-batch (rows ``numbers`` of its rank) whose loss is not finite, and why."""
+    place = f"the loss of dp rank {rows.dp_rank}, rows {list(numbers)}, is {value}"
+    if bool(rows.loss_mask.any()):
+        return place
+    return (
+        f"{place}: the micro-batch has no loss token, and {settings.loss_agg_type} of nothing "
+        "times a denominator of 0 is no number; the trainer's is the same, its gradient is zero"
+    )

@@ -6,6 +6,7 @@ summed denominators, as the trainer does after its all-reduce.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from replay_lib.engine.forward import Forward, forward
 from replay_lib.engine.gradients import GradientBuffers, GradientCollector, Measured, measure
 from replay_lib.engine.inputs import MicroBatch, RankInput, packed_routes
 from replay_lib.engine.model import LiveModel
-from replay_lib.engine.signals import Signals, first_nonfinite
+from replay_lib.engine.signals import Signals, first_nonfinite, loss_note
 from replay_lib.errors import PatchError
 from replay_lib.loss import GrpoSettings
 from replay_lib.patch import Seam
@@ -67,6 +68,7 @@ class Variant:
     loss: float = 0.0
     denominator: float = 0.0
     touched: dict[Seam, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # losses that are not finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,7 @@ class Replayed:
     denominator: float
     touched: dict[Seam, int]
     nonfinite: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def new_variant(
@@ -140,7 +143,10 @@ def _loss_gradients(
     grad, grad_entropy = torch.autograd.grad(
         loss.scaled, [log_prob, entropy], allow_unused=True, materialize_grads=True
     )
-    variant.loss += float(loss.scaled.detach())
+    value = float(loss.scaled.detach())
+    variant.loss += value
+    if not math.isfinite(value):
+        variant.notes.append(loss_note(rows, micro.rows, value, variant.patched.settings))
     variant.denominator += float(loss.denominator)
     share = loss.keep_BT.float() if weights is None else loss.keep_BT * weights.clamp(0, 1)
     signal = loss.advantage_BT * loss.policy_weight_BT
@@ -208,6 +214,7 @@ def _finish(loaded: Loaded, variant: Variant) -> Replayed:
         denominator=denominator,
         touched={s: int(n) for s, n in zip(variant.touched, counts, strict=True)},
         nonfinite=nonfinite,
+        notes=tuple(chain.from_iterable(comm.gather(variant.notes))),
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from replay_lib.case import Case
 from replay_lib.engine.protocol import Experiment, MitigationCall, Outcome, SessionInfo
 from replay_lib.noise import noise_of, spread
-from replay_lib.patch import AfterNorm, Norms, clipped
+from replay_lib.patch import AfterNorm, Norms, clip_coefficient, clipped
 from replay_lib.record.result import OldResult, Result, SideEffect
 from replay_lib.rule import Verdict, ratio_of, reduction_of, relative_difference
 from replay_lib.verdict import Judgement, Measured, Variant, judge
@@ -121,6 +121,7 @@ def judge_outcome(
         ratio_scaled=judgement.ratio_scaled,
         side_effect=beside.side_effect,
         postclip_norm=_postclip(outcome, beside, recorded, traits),
+        clip_coefficient=clip_coefficient(norm, recorded.clip_grad),
         nonfinite=outcome.nonfinite,
         diagnostic=traits.diagnostic,
         evidence=case.provenance.evidence,
@@ -128,7 +129,7 @@ def judge_outcome(
         dp_ranks=session.dp_ranks,
         dp_recorded=session.dp_recorded,
         layout=session.layout,
-        notes=session.notes,
+        notes=session.notes + outcome.notes + _budget_notes(name, beside.side_effect),
         trainer=session.trainer,
         backend=session.backend,
         timestamp=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -164,6 +165,7 @@ def judge_quiet(
         reason=_quiet_reason(judgement, ratio_of(quiet, recorded.median), case),
         quiet_norm_carried=carried,
         change_carried=None if carried is None else _change(carried, quiet),
+        budget=case.thresholds.quiet_change.value,
     )
 
 
@@ -252,14 +254,14 @@ def _old(judgement: Judgement) -> tuple[OldResult, ...]:
 def _postclip(
     outcome: Outcome, beside: Comparison, recorded: Recorded, traits: Traits
 ) -> float | None:
-    """The norm that answers after it let through, one after the other; None without any.
+    """The norm that answers after it let through, one after the other.
 
-    An experiment that names no answer of its own but is declared to act after the norm gets the
-    run's own clip.
+    An experiment that names no answer of its own gets the run's own clip. None: an answer cannot
+    tell from one step.
     """
     norm = outcome.grad_norm_preclip
     if not traits.answers:
-        return clipped(norm, recorded.clip_grad) if traits.after_norm else None
+        return clipped(norm, recorded.clip_grad)
     for answer in traits.answers:
         left = answer(
             Norms(
@@ -274,3 +276,9 @@ def _postclip(
             return None
         norm = left
     return norm
+
+
+def _budget_notes(experiment: str, effect: SideEffect | None) -> tuple[str, ...]:
+    if effect is None or not effect.beyond_budget:
+        return ()
+    return (f"{experiment}: {effect.explain()}",)

@@ -39,12 +39,19 @@ class SideEffect(Frozen):
     reason: str
     quiet_norm_carried: float | None = None
     change_carried: float | None = None
+    budget: float | None = None  # the largest change that goes unmentioned, from the case
 
     @property
     def largest_change(self) -> float | None:
         """The larger one in size of both changes."""
         known = [c for c in (self.change, self.change_carried) if c is not None]
         return max(known, key=abs, default=None)
+
+    @property
+    def beyond_budget(self) -> bool:
+        """Whether the method moves an ordinary step further than the case allows."""
+        change = self.largest_change
+        return not (change is None or self.budget is None or abs(change) <= self.budget)
 
     @property
     def fault(self) -> str | None:
@@ -77,6 +84,8 @@ class SideEffect(Frozen):
         told = f"{self.change:+.1%}" if self.change is not None else "not measured"
         if self.change_carried is not None:
             told += f" ({self.change_carried:+.1%} with carried old log-probabilities)"
+        if self.beyond_budget:
+            told += f", beyond the budget of {self.budget:.0%}"
         return f"the quiet control's norm changes by {told}"
 
 
@@ -125,6 +134,7 @@ class Result(Frozen):
     ratio_scaled: float | None = None
     side_effect: SideEffect | None = None
     postclip_norm: float | None = None
+    clip_coefficient: float | None = None
     nonfinite: tuple[str, ...] = ()
     diagnostic: bool = False
     evidence: Literal["measured", "mechanism"] = "measured"

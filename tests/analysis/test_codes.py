@@ -127,6 +127,7 @@ CONTENT: dict[str, Change] = {
     "model-unsupported": model(multi_latent_attention=True),
     "weights-not-compared": model(multi_latent_attention=True),
     "padding-moves-balance": capped_with_padding,
+    "capacity-drops": mutate.finite_capacity,
     "packed-length-uneven": mutate.context_parallel,
     "not-deterministic": worker(deterministic_mode=False),
     "weights-missing": mutate.other_parameters,
