@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from replay_lib.snapshot.model import Parallel, Snapshot, SpikeSettings, WorkerConfig
     from replay_lib.snapshot.opening import open_snapshot
     from replay_lib.snapshot.portable.writing import export_snapshot, import_snapshot
+    from replay_lib.snapshot.restoring import temporary_replay_directory
     from replay_lib.snapshot.run_config import load_model_fields
     from replay_lib.snapshot.trainer import (
         SavedSettings,
@@ -27,6 +28,7 @@ _ROOMS = {
     "model": ("Parallel", "Snapshot", "SpikeSettings", "WorkerConfig"),
     "opening": ("open_snapshot",),
     "portable.writing": ("export_snapshot", "import_snapshot"),
+    "restoring": ("temporary_replay_directory",),
     "run_config": ("load_model_fields",),
     "trainer": ("SavedSettings", "load_grad_info", "load_settings", "read_settings"),
     "write": ("Content", "read_content", "write_snapshot"),
@@ -58,6 +60,7 @@ __all__ = [
     "read_content",
     "read_settings",
     "read_tensors",
+    "temporary_replay_directory",
     "write_snapshot",
 ]
 
