@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from many_snapshots import Answer, Ask, replay_all
-from variants import FLOAT32, PLAIN, VARIANTS, write
+from variant_writers import PLAIN
+from variants import FLOAT32, VARIANTS, write
 
 from replay_lib.analysis.doctor import examine
 from replay_lib.engine.reference import reference_step

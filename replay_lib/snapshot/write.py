@@ -38,7 +38,8 @@ class Content:
     ``run_config`` is Megatron-Bridge's YAML text. ``batches[d]`` is the batch of data-parallel
     rank d. ``tensors`` are whole parameters by checkpoint key (stacked layers, stacked experts).
     ``grad_info`` is by global rank. ``handles[d]`` says how each row's routes are spread over
-    stored objects; None: one object a path.
+    stored objects; None: one object a path. ``saved_settings`` is the trainer's configuration as it
+    was read: keys that ``settings`` do not know are kept from there.
     """
 
     step: int
@@ -51,6 +52,7 @@ class Content:
     tensors: Mapping[str, Tensor]
     grad_info: Mapping[int, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
     handles: tuple[tuple[RowHandles | None, ...], ...] | None = None
+    saved_settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_content(snapshot: Snapshot, *, keep_handles: bool = False) -> Content:
@@ -61,7 +63,11 @@ def read_content(snapshot: Snapshot, *, keep_handles: bool = False) -> Content:
     """
     from replay_lib.snapshot.batches import load_batch
     from replay_lib.snapshot.checkpoint import read_tensors
-    from replay_lib.snapshot.trainer import load_grad_info, load_settings
+    from replay_lib.snapshot.trainer import (
+        load_grad_info,
+        load_settings,
+        read_trainer_config,
+    )
 
     reader = reader_of(snapshot)
     saved = reader.grad_info_ranks(snapshot)
@@ -73,6 +79,7 @@ def read_content(snapshot: Snapshot, *, keep_handles: bool = False) -> Content:
         run_config=reader.run_config(snapshot),
         batches=tuple(load_batch(snapshot, d) for d in range(snapshot.parallel.dp)),
         settings=load_settings(snapshot),
+        saved_settings=read_trainer_config(snapshot),
         tensors=read_tensors(snapshot.path),
         grad_info={rank: load_grad_info(snapshot, rank) for rank in saved},
         handles=_saved_handles(snapshot) if keep_handles else None,
@@ -145,7 +152,7 @@ def _write_all(
     write_checkpoint(directory, name, content.step, content.tensors)
     (directory / layout.RUN_CONFIG).write_text(content.run_config, encoding="utf-8")
     count = _write_ranks(directory, content, parallel)
-    write_trainer(directory / layout.TRAINER, content.settings)
+    write_trainer(directory / layout.TRAINER, content.settings, content.saved_settings)
     _write_json(directory / layout.WORKER_CONFIG, content.worker_config)
     metadata = _metadata(content)
     if legacy:

@@ -102,6 +102,16 @@ def test_an_export_of_an_export_is_the_same_to_the_byte(tmp_path: Path, exported
         assert path.read_bytes() == (again.path / path.name).read_bytes(), path.name
 
 
+def test_settings_of_another_trainer_version_are_kept(tmp_path: Path, content: Content) -> None:
+    newer = dataclasses.replace(content, saved_settings={"new_option": 7, "opd": {"inner": [1]}})
+    source = write_snapshot(tmp_path / "iter_0000085", newer)
+    portable = export_snapshot(source, tmp_path / "portable")
+    back = import_snapshot(portable, tmp_path / "back" / "iter_0000085")
+    for snapshot in (source, portable, back):
+        assert {"new_option", "opd.inner"} <= set(read_settings(snapshot).unknown)
+        assert load_settings(snapshot) == content.settings
+
+
 def test_norms_that_are_no_numbers_survive(tmp_path: Path, content: Content) -> None:
     odd = dataclasses.replace(content, grad_norm_preclip=math.inf, grad_norm_median=math.nan)
     source = write_snapshot(tmp_path / "iter_0000085", odd)
