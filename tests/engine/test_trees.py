@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -124,6 +125,21 @@ def test_unmerged_tokens_have_the_routes_of_their_own_path():
                 assert (micro.experts[:, end - 1] == torch.arange(K)).all()
                 start = end
         assert (micro.experts[:, start:] == torch.arange(K)).all()
+
+
+def test_a_route_of_a_paths_last_token_is_not_used():
+    """As in flat rows, n routes for n tokens are taken, and the last of them is left out."""
+    rows = batch()
+    assert rows.merge_info is not None
+    extra = torch.tensor([E - 2, E - 1], dtype=torch.int16).expand(1, L, K)
+    longer = tuple(
+        dataclasses.replace(m, path_routes=tuple(torch.cat([r, extra]) for r in m.path_routes))
+        for m in rows.merge_info
+        if m is not None
+    )
+    micro = packed(read(rows.replace(merge_info=longer), split=((4,),)), unmerged=True)[0]
+    assert micro.experts is not None
+    assert (micro.experts[:, 4] == torch.arange(K)).all()
 
 
 def test_a_path_of_an_own_route_keeps_it_unmerged_only():
