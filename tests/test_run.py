@@ -204,8 +204,11 @@ def test_the_quiet_control_is_replayed_first_and_its_model_is_gone_then(
         "verdict": Verdict.NOT_A_SPIKE,
         "quiet_norm_carried": None,
         "change_carried": None,
+        "budget": 0.2,
     }
-    assert balanced.explain() == "the quiet control's norm changes by -75.0%"
+    assert balanced.explain() == (
+        "the quiet control's norm changes by -75.0%, beyond the budget of 20%"
+    )
     assert [r.quiet_fault for r in done.results] == [None] * 3
     assert done.results[1].as_json()["side_effect"]["verdict"] == "not_a_spike"
 
