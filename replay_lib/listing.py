@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from replay_lib.case import Case
+from replay_lib.errors import SpikeReplayError
 from replay_lib.patch import Mitigation
 from replay_lib.record.result import Result
 from replay_lib.rule import Status, ratio_of
@@ -21,6 +22,7 @@ def describe_snapshot(path: str | Path) -> dict[str, Any]:
     """What the snapshot (or the snapshot of a case) at ``path`` states about itself.
 
     Routing payloads are counted in the files, which needs torch; the rest is read without it.
+    ``model_differences`` is what a replay would run with instead of what was saved.
     """
     from replay_lib.snapshot.batches import payload_counts
 
@@ -44,6 +46,7 @@ def describe_snapshot(path: str | Path) -> dict[str, Any]:
         "worker": snapshot.worker.model_dump(mode="json"),
         "ranks": [_rank(snapshot, dp, counts[dp]) for dp in range(snapshot.parallel.dp)],
         "routing_payloads_rank0": snapshot.routing_payload_count_rank0,
+        "model_differences": _differences(snapshot),
         "files": dict(snapshot.sizes),
         "bytes": snapshot.size,
         "quiet": str(case.quiet) if case.quiet else None,
@@ -51,6 +54,18 @@ def describe_snapshot(path: str | Path) -> dict[str, Any]:
         "sealed_files": len(case.sha256) or None,
         "note": case.note.strip() or None,
     }
+
+
+def _differences(snapshot: Snapshot) -> list[dict[str, Any]] | str:
+    """Where a replay's model would not be the saved one; why there would be none, as text."""
+    from replay_lib.engine.effective import planned_differences
+    from replay_lib.snapshot.run_config import load_model_fields
+
+    try:
+        found = planned_differences(snapshot, load_model_fields(snapshot))
+    except SpikeReplayError as error:
+        return str(error)
+    return [d.model_dump(mode="json") for d in found]
 
 
 def _ratio(snapshot: Snapshot) -> float | str | None:

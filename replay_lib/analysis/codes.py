@@ -242,7 +242,12 @@ CODES: dict[str, Code] = {
     "config-differs": Code(
         _E,
         "worker settings and the model section state different things",
-        "The replay follows the model section (run_config.yaml); find out which one ran.",
+        "The replay takes what the finding says; correct the other file, or the snapshot's source.",
+    ),
+    "model-field-unknown": Code(
+        _W,
+        "a field of the model section that is switched on and that nothing here knows",
+        "Look up what it does; if it changes the step, replay with a backend that knows it.",
     ),
     "model-unsupported": Code(
         _E,

@@ -7,76 +7,26 @@ from typing import Any
 
 from replay_lib import layout
 from replay_lib.analysis.findings import Finding, Place, finding
+from replay_lib.engine.effective import LAYOUT, unknown_fields, what_ran
 from replay_lib.engine.model_config import refused_fields
 from replay_lib.snapshot.model import Snapshot
 
-#: What AXRL's worker hands to the model's provider, by the model's field. Source: AXRL
-#: ``MegatronWorker``. Recompute and offloading do not change a gradient and are left out.
-_HANDED_OVER = {
-    "moe_aux_loss_coeff": "moe_aux_loss_coeff",
-    "moe_router_load_balancing_type": "moe_router_load_balancing_type",
-    "bf16": "bf16",
-    "fp16": "fp16",
-    "fp8": "fp8",
-}
-_RANKS = {
-    "tensor_model_parallel_size": "tp",
-    "pipeline_model_parallel_size": "pp",
-    "virtual_pipeline_model_parallel_size": "vpp",
-    "context_parallel_size": "cp",
-    "expert_model_parallel_size": "ep",
-    "expert_tensor_parallel_size": "etp",
-}
-#: What the worker sets in the model section whatever its own settings are.
-_ALWAYS = {
-    "calculate_per_token_loss": (True,),
-    "attention_softmax_in_fp32": (True,),
-    "moe_router_dtype": ("fp32",),
-}
 _OFF = (None, False, 0, 0.0, "", "none")
 
 
 def check_config(snapshot: Snapshot, fields: Mapping[str, Any]) -> Iterator[Finding]:
     """Findings about the model section ``fields`` and how it fits the worker's settings."""
-    refused = refused_fields(fields)
+    ran = what_ran(snapshot.worker, snapshot.parallel, fields)
+    for one in ran.contradictions:
+        if one.matters or one.field in LAYOUT:
+            yield finding("config-differs", layout.RUN_CONFIG, one.told())
+    refused = refused_fields(ran.fields)
     if refused:
         yield finding("model-unsupported", layout.RUN_CONFIG, "; ".join(refused))
-    differs = [*_differences(snapshot, fields), *_always(fields)]
-    for found in differs:
-        yield finding("config-differs", layout.RUN_CONFIG, found)
+    for one in unknown_fields(ran.fields):
+        yield finding("model-field-unknown", layout.RUN_CONFIG, one.told())
     if not snapshot.worker.deterministic_mode:
         yield finding("not-deterministic", layout.WORKER_CONFIG, "deterministic_mode is off")
-
-
-def _differences(snapshot: Snapshot, fields: Mapping[str, Any]) -> Iterator[str]:
-    for field, name in _HANDED_OVER.items():
-        said = getattr(snapshot.worker, name)
-        if field in fields and not _same(said, fields[field]):
-            yield f"the worker says {name}={said!r}, the model section {field}={fields[field]!r}"
-    for field, name in _RANKS.items():
-        said = getattr(snapshot.parallel, name)
-        if field in fields and not _same(said, fields[field]):
-            yield f"the worker says {name}={said!r}, the model section {field}={fields[field]!r}"
-    dtype = str(fields.get("params_dtype", "float32"))
-    worker = snapshot.worker
-    ran = "bfloat16" if worker.bf16 else "float16" if worker.fp16 else "float32"
-    if dtype != ran:
-        yield f"the worker ran in {ran}, the model section says params_dtype={dtype}"
-
-
-def _always(fields: Mapping[str, Any]) -> Iterator[str]:
-    for field, expected in _ALWAYS.items():
-        moe_only = field.startswith("moe_") and not fields.get("num_moe_experts")
-        if field in fields and not moe_only and fields[field] not in expected:
-            yield f"the worker always sets {field}={expected[0]!r}, the model section has " + (
-                f"{fields[field]!r}"
-            )
-
-
-def _same(one: Any, other: Any) -> bool:
-    if one in _OFF and other in _OFF:
-        return True
-    return bool(one == other)
 
 
 def check_unread(

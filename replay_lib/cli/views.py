@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from replay_lib.engine.protocol import Difference
 from replay_lib.record.result import Result, quiet_faults
 from replay_lib.record.table import by_case, reproduction_table, rich_table
 from replay_lib.run import Replayed
@@ -65,7 +66,8 @@ def _notes(results: Sequence[Result]) -> list[str]:
 
 def snapshot_values(described: Mapping[str, Any]) -> dict[str, Any]:
     """What ``show`` prints, one line a topic."""
-    values = {k: v for k, v in described.items() if k not in ("worker", "files", "ranks", "bytes")}
+    apart = ("worker", "files", "ranks", "bytes", "model_differences")
+    values = {k: v for k, v in described.items() if k not in apart}
     for name in ("spike_settings", "parallel"):
         values[name] = _joined(described[name])
     worker = described["worker"]
@@ -78,8 +80,23 @@ def snapshot_values(described: Mapping[str, Any]) -> dict[str, Any]:
         )
     provenance = described["provenance"]
     values["provenance"] = _joined(provenance) if provenance else None
+    values |= _model_values(described["model_differences"])
     values["files"] = f"{len(described['files'])}, {described['bytes'] / 1e6:.1f} MB"
     return values
+
+
+def _model_values(differences: Any) -> dict[str, Any]:
+    """Differences of the model: a line for each that matters, one for all that do not."""
+    if isinstance(differences, str):
+        return {"model": differences}
+    found = [Difference.model_validate(d) for d in differences]
+    lines: dict[str, list[str]] = {f"model ({d.kind})": [] for d in found if d.matters}
+    for one in found:
+        if one.matters:
+            lines[f"model ({one.kind})"].append(one.told())
+    harmless = [d.field for d in found if not d.matters]
+    told: dict[str, Any] = {kind: "; ".join(texts) for kind, texts in lines.items()}
+    return told | {"model (same step)": f"set otherwise here: {', '.join(harmless)}"}
 
 
 def _joined(values: Mapping[str, Any]) -> str:

@@ -14,12 +14,19 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from replay_lib.batch import RankBatch
 from replay_lib.engine.comm import Comm
+from replay_lib.engine.effective import (
+    difference_notes,
+    effective_differences,
+    refuse_another_step,
+    what_ran,
+)
 from replay_lib.engine.gradients import GradientCollector
 from replay_lib.engine.inputs import has_routes, micro_batches, rank_input
+from replay_lib.engine.live import live_values
 from replay_lib.engine.memory import needed_bytes, refuse_what_cannot_fit
 from replay_lib.engine.model import build_model
 from replay_lib.engine.model_config import ModelConfig, model_config
-from replay_lib.engine.protocol import Fidelity, Frozen, SessionInfo
+from replay_lib.engine.protocol import Difference, Fidelity, Frozen, SessionInfo
 from replay_lib.engine.routes import attach
 from replay_lib.engine.step import Loaded
 from replay_lib.engine.tree_notes import rows_notes
@@ -77,7 +84,8 @@ def load(request: OpenRequest, comm: Comm, watch: Stopwatch) -> tuple[Loaded, Se
     """Load what ``request`` names onto this process's device."""
     snapshot = open_snapshot(Path(request.snapshot))
     _refuse_unsupported_run(snapshot)
-    fields = load_model_fields(snapshot)
+    ran = what_ran(snapshot.worker, snapshot.parallel, load_model_fields(snapshot))
+    fields = ran.fields
     with _refused_by_megatron(snapshot):
         config = model_config(fields, request.precision)
     dp_ranks = _dp_ranks(snapshot, request.dp_ranks)
@@ -93,6 +101,8 @@ def load(request: OpenRequest, comm: Comm, watch: Stopwatch) -> tuple[Loaded, Se
     replay = snapshot.worker.enable_routing_replay and any(config.moe_layers)
     with _refused_by_megatron(snapshot):
         model = build_model(config, vocab=vocab, replay=replay, device=comm.device)
+    differences = effective_differences(fields, live_values(model))
+    refuse_another_step(differences, allowed=_asked_for(request, replay))
     if replay:
         attach(model)
     watch.lap("model")
@@ -130,7 +140,15 @@ def load(request: OpenRequest, comm: Comm, watch: Stopwatch) -> tuple[Loaded, Se
         dp_ranks=dp_ranks,
         deterministic=request.deterministic,
         seconds=watch.seconds,
+        differences=ran.contradictions + differences,
     )
+
+
+def _asked_for(request: OpenRequest, replay: bool) -> tuple[str, ...]:
+    """Fields of the model that this request wants otherwise than they ran."""
+    dtype = ("params_dtype", "bf16") if request.precision != "recorded" else ()
+    # a batch without routes is replayed as the trainer does it
+    return dtype if replay else (*dtype, "moe_enable_routing_replay")
 
 
 def _route_notes(snapshot: Snapshot, loaded: Loaded, config: ModelConfig) -> tuple[str, ...]:
@@ -238,6 +256,7 @@ def _info(
     dp_ranks: tuple[int, ...],
     deterministic: bool,
     seconds: dict[str, float],
+    differences: tuple[Difference, ...],
 ) -> SessionInfo:
     if not loaded.ranks:
         raise BatchError("more replaying ranks than data-parallel ranks to replay")
@@ -255,7 +274,8 @@ def _info(
         parameters=sum(p.numel() for p in loaded.collector.parameters.values()),
         versions=versions(),
         seconds=seconds,
-        notes=config.notes
+        differences=differences,
+        notes=difference_notes(differences)
         + loaded.trainer.notes
         + rows_notes(loaded, config.dtype)
         + _route_notes(snapshot, loaded, config),

@@ -12,30 +12,10 @@ from torch.nn import functional as F
 
 from replay_lib.engine.groups import Groups, init_groups
 from replay_lib.engine.layout import ONE_RANK, Layout
-from replay_lib.engine.model_config import ModelConfig
+from replay_lib.engine.model_config import OWN_SETTINGS, ModelConfig
 from replay_lib.engine.rotary import PackedRotary
 
 __all__ = ["LiveModel", "build_model", "init_groups", "transformer_config"]
-
-#: What the replay decides for itself: one step on few ranks, nothing fused, nothing recomputed.
-#: None of it changes what the step computes, beyond the order of floating-point sums.
-OWN_SETTINGS: dict[str, Any] = {
-    "perform_initialization": False,
-    "gradient_accumulation_fusion": False,
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "masked_softmax_fusion": False,
-    "apply_rope_fusion": False,
-    "moe_grouped_gemm": False,
-    "moe_permute_fusion": False,
-    "moe_router_fusion": False,
-    "moe_shared_expert_overlap": False,
-    "moe_token_dispatcher_type": "alltoall",
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "calculate_per_token_loss": True,
-    "variable_seq_lengths": True,
-}
 
 
 @dataclass

@@ -4,12 +4,11 @@ The saved section (``run_config.yaml``) holds every field of Megatron-Bridge's p
 keys differ between versions. Four kinds are told apart: fields that shape the network and are
 taken over; fields that the replay sets itself (layout, fusions, recompute: they change speed, not
 the step); fields that must have their neutral value, else the replay is refused; and all others,
-which are ignored where they are neutral and noted where they are not known.
+which :mod:`replay_lib.engine.effective` compares with what the model really runs with.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -102,6 +101,36 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "vision_config": (None,),
     "yarn_rotary_scaling_factor": (None,),
     "init_model_with_meta_device": (False, None),
+    "use_mup": (False, None),
+    "mup_embedding_mult": (1.0, None),
+    "mup_output_mult": (1.0, None),
+    "mup_width_mult": (1.0, None),
+    "moe_mlp_glu_interleave_size": (None,),
+    "moe_shared_expert_glu_interleave_size": (None,),
+    "moe_expert_rank_capacity_factor": (None,),
+    "window_attn_skip_freq": (None,),
+    "moe_router_topk_limited_devices": (None,),
+    "rotary_scaling_factor": (None,),
+}
+
+#: What the replay decides for itself: one step on few ranks, nothing fused, nothing recomputed.
+#: None of it changes what the step computes, beyond the order of floating-point sums.
+OWN_SETTINGS: dict[str, Any] = {
+    "perform_initialization": False,
+    "gradient_accumulation_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "moe_shared_expert_overlap": False,
+    "moe_token_dispatcher_type": "alltoall",
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "calculate_per_token_loss": True,
+    "variable_seq_lengths": True,
 }
 
 #: Balancing by running state over steps cannot be folded or restored from a snapshot.
@@ -123,7 +152,6 @@ class ModelConfig:
     activation: str
     dtype: str
     max_sequence_length: int
-    notes: tuple[str, ...]
 
     @property
     def moe_layers(self) -> tuple[bool, ...]:
@@ -171,7 +199,6 @@ def model_config(fields: Mapping[str, Any], precision: str = "recorded") -> Mode
         activation=ACTIVATIONS[_activation_name(fields)],
         dtype=_dtype(fields, precision),
         max_sequence_length=int(fields.get("seq_length") or 0),
-        notes=_notes(fields),
     )
 
 
@@ -207,58 +234,3 @@ def _dtype(fields: Mapping[str, Any], precision: str) -> str:
             fault(RUN_CONFIG, "model.params_dtype", repr(wanted), " or ".join(DTYPES))
         )
     return wanted
-
-
-def _notes(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    """Fields set to something, that neither this engine nor the installed Megatron knows."""
-    from megatron.core.transformer import TransformerConfig
-
-    known = {f.name for f in dataclasses.fields(TransformerConfig)}
-    known |= set(TAKEN) | set(GPT_FIELDS) | set(NEUTRAL) | _PROVIDER_ONLY
-    unknown = sorted(
-        k for k, v in fields.items() if k not in known and v not in (None, False, 0, 0.0, [], {})
-    )
-    if not unknown:
-        return ()
-    return (
-        "model fields unknown to this engine and to the installed Megatron-Core, not taken over: "
-        + ", ".join(unknown),
-    )
-
-
-#: Fields of Megatron-Bridge's provider that say how to build or run, not what the step computes.
-_PROVIDER_ONLY = frozenset(
-    [
-        "_target_",
-        "seq_length",
-        "vocab_size",
-        "should_pad_vocab",
-        "make_vocab_size_divisible_by",
-        "hf_model_id",
-        "hf_model_revision",
-        "transformer_layer_spec",
-        "parallel_output",
-        "fp16_lm_cross_entropy",
-        "scatter_embedding_sequence_parallel",
-        "attention_backend",
-        "use_transformer_engine_full_layer_spec",
-        "use_transformer_engine_op_fuser",
-        "account_for_embedding_in_pipeline_split",
-        "account_for_loss_in_pipeline_split",
-        "generation_config",
-        "restore_modelopt_state",
-        "bias_dropout_fusion",
-        "cross_entropy_fusion_impl",
-        "activation_func",
-        "embedding_init_method_std",
-        "init_method_std",
-        "num_layers_at_start_in_bf16",
-        "num_layers_at_end_in_bf16",
-        "moe_permute_fusion",
-        "masked_softmax_fusion",
-        "gradient_accumulation_fusion",
-        "moe_layer_recompute",
-        "mtp_loss_scaling_factor",
-        "mtp_enabled",
-    ]
-)

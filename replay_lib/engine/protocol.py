@@ -160,12 +160,44 @@ class Outcome(Frozen):
     seconds: float
 
 
+class Difference(Frozen):
+    """A field of the saved model that the replay's model has otherwise, or that two files dispute.
+
+    ``saved`` is what ``source`` states, ``effective`` what the replay runs with (plain values).
+    ``kind``: contradiction (two files disagree; ``effective`` is what ran), replaced (the replay's
+    model has another value than ran), unknown (nobody here knows the field; it is not taken over).
+    ``meaning`` says whether the step is another one, ``reason`` why.
+    """
+
+    field: str
+    kind: Literal["contradiction", "replaced", "unknown"]
+    saved: Any
+    source: str
+    effective: Any
+    meaning: Literal["changes the step", "does not", "unknown"]
+    reason: str
+
+    @property
+    def matters(self) -> bool:
+        """Whether a reader of a result has to know: all but what leaves the step alone."""
+        return self.meaning != "does not"
+
+    def told(self) -> str:
+        """One line."""
+        means = {"changes the step": "which changes the step", "does not": "same step"}
+        return (
+            f"model.{self.field}: {self.source} says {self.saved!r}, replayed is "
+            f"{self.effective!r} ({means.get(self.meaning, 'effect unknown')}; {self.reason})"
+        )
+
+
 class SessionInfo(Frozen):
     """What a session runs on, told once when it is open.
 
     ``dp_ranks`` are the recorded data-parallel ranks that are replayed, ``dp_recorded`` their
     number in the run. ``layout`` is how many ranks replay. ``seconds`` splits the start
     (imports, model, weights). ``deterministic`` says that deterministic algorithms are on.
+    ``differences`` are those between the model that ran and the one here, harmless ones too.
     ``trainer`` is whose loss is replayed, ``backend`` what replays it (native or axrl).
     """
 
@@ -182,6 +214,7 @@ class SessionInfo(Frozen):
     versions: dict[str, str]
     seconds: dict[str, float]
     notes: tuple[str, ...] = ()
+    differences: tuple[Difference, ...] = ()
     trainer: str = "grpo"
     backend: str = "native"
 

@@ -130,6 +130,7 @@ def judge_outcome(
         dp_recorded=session.dp_recorded,
         layout=session.layout,
         notes=session.notes + outcome.notes + _budget_notes(name, beside.side_effect),
+        differences=tuple(d for d in session.differences if d.matters),
         trainer=session.trainer,
         backend=session.backend,
         timestamp=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

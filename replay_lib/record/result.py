@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from replay_lib.engine.protocol import Fidelity, Frozen, MitigationCall, Retained
+from replay_lib.engine.protocol import Difference, Fidelity, Frozen, MitigationCall, Retained
 from replay_lib.rule import Flag, Status, Verdict, compare, status_of
 
 
@@ -99,7 +99,8 @@ class Result(Frozen):
     both treatments where they may differ, the one whose verdict counted first. ``seconds`` is the
     replay's own time. ``repeats`` is how often the session replayed the baseline, and
     ``repeat_spread`` (largest - smallest) / median of those norms (both None in results of older
-    versions).
+    versions). ``differences`` are those between the model that ran and the replayed one that may
+    change the step.
     """
 
     case: str
@@ -143,6 +144,7 @@ class Result(Frozen):
     dp_recorded: int = 1
     layout: dict[str, int] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    differences: tuple[Difference, ...] = ()
     trainer: str = "grpo"
     backend: str = "native"
     timestamp: str

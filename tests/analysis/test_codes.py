@@ -124,6 +124,7 @@ CONTENT: dict[str, Change] = {
     "setting-unread": lambda c: mutate.unread_settings(c, 0.5),
     "setting-unknown": lambda c: mutate.unread_settings(c, None),
     "config-differs": mutate.worker_in_bfloat16,
+    "model-field-unknown": model(moe_brand_new_trick=3),
     "model-unsupported": model(multi_latent_attention=True),
     "weights-not-compared": model(multi_latent_attention=True),
     "padding-moves-balance": capped_with_padding,

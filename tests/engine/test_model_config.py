@@ -77,11 +77,6 @@ def test_other_dtypes_are_refused(fields):
         model_config(fields, "float16")
 
 
-def test_fields_that_nobody_knows_are_noted_and_neutral_ones_are_not(fields):
-    noted = model_config(fields | {"moe_brand_new_trick": 3, "another_trick": None}).notes
-    assert "moe_brand_new_trick" in noted[0] and "another_trick" not in noted[0]
-
-
 @pytest.mark.parametrize(
     ("freq", "pattern"),
     [(1, (True, True, True)), (2, (True, False, True)), ([0, 1, 1], (False, True, True))],
