@@ -17,12 +17,13 @@ from torch import Tensor
 from replay_lib.batch import RankBatch
 from replay_lib.engine.reference_model import (
     ReferenceModel,
+    auxiliary_loss,
     log_prob_and_entropy,
     logits,
     read_model,
 )
 from replay_lib.engine.reference_trees import unmerged_batch
-from replay_lib.errors import BatchError, WeightsError, fault
+from replay_lib.errors import BatchError, UnsupportedModelError, WeightsError, fault
 from replay_lib.loss import GrpoSettings, micro_batch_loss
 
 
@@ -81,7 +82,9 @@ def reference_step(
             top_k = settings.entropy_control.top_k
             log_prob, entropy = _forward(model, leaves, piece, forced[rows], top_k)
             result = micro_batch_loss(settings, piece, log_prob, entropy, weight_BT)
-            _accumulate(sums, leaves, result.scaled)
+            _accumulate(
+                sums, leaves, result.scaled + _auxiliary(model, leaves, piece, forced[rows])
+            )
             log_prob_BT[rows] = log_prob.detach()
             loss += float(result.scaled.detach())
             denominator += float(result.denominator)
@@ -124,6 +127,37 @@ def _forward(
     real_BT = rows.attention_mask.bool()
     nothing = log_prob.new_zeros(())
     return torch.where(real_BT, log_prob, nothing), torch.where(real_BT, entropy, nothing)
+
+
+def _auxiliary(
+    model: ReferenceModel, leaves: Mapping[str, Tensor], rows: RankBatch, forced_BTL: Tensor
+) -> Tensor:
+    """Losses of the routers over a micro-batch; 0 where the model has none.
+
+    They count every packed token: the zeros behind the last row too, up to a multiple of 128.
+    """
+    if not (model.aux_coeff or model.z_coeff):
+        return torch.zeros((), dtype=torch.float64)
+    if any(merged is not None for merged in rows.merge_info or ()):
+        raise UnsupportedModelError(
+            fault("model section", "moe_aux_loss_coeff", "set", "none beside merged rows")
+        )
+    lengths = rows.lengths()
+    tail = -sum(lengths) % 128
+    more = max(lengths[-1] + tail - rows.width, 0)
+    real_BT = torch.nn.functional.pad(rows.attention_mask.bool(), (0, more))
+    counted_BT = real_BT.clone()
+    counted_BT[-1, : lengths[-1] + tail] = True
+    ids_BT = torch.nn.functional.pad(rows.input_ids * rows.attention_mask, (0, more))
+    forced = torch.nn.functional.pad(forced_BTL, (0, 0, 0, more))
+    # the tail is forced to 0..K-1 in each layer that forces every real token
+    forced = torch.where(real_BT[:, :, None], forced, forced[real_BT].all(dim=0))
+    first = torch.arange(model.topk).expand(*ids_BT.shape, model.layers, -1).clone()
+    first[:, : rows.width] = _saved_experts(model, rows, forced_BTL)
+    routers: list[Tensor] = []
+    logits(model, leaves, ids_BT, first, forced, routers=routers)
+    losses = [auxiliary_loss(model, router, counted_BT) for router in routers]
+    return torch.stack(losses).sum()
 
 
 def _saved_experts(model: ReferenceModel, rows: RankBatch, forced_BTL: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ _MODELLED: dict[str, tuple[Any, ...]] = {
     "activation_func": ("torch.nn.functional.silu", "silu"),
     "activation_func_clamp_value": (None,),
     "add_bias_linear": (False,),
-    "add_qkv_bias": (False,),
+    "add_qkv_bias": (False, True),
     "apply_query_key_layer_scaling": (False,),
     "apply_residual_connection_post_layernorm": (False,),
     "attention_dropout": (0.0,),
@@ -41,23 +41,18 @@ _MODELLED: dict[str, tuple[Any, ...]] = {
     "hidden_dropout": (0.0,),
     "layernorm_zero_centered_gamma": (False,),
     "moe_apply_probs_on_input": (False,),
-    "moe_aux_loss_coeff": (0.0,),
     "moe_expert_capacity_factor": (None,),
     "moe_input_jitter_eps": (None,),
     "moe_latent_size": (None,),
     "moe_router_enable_expert_bias": (False,),
     "moe_router_force_load_balancing": (False,),
-    "moe_router_group_topk": (None,),
-    # sinkhorn is not among them: it chooses experts differently
-    "moe_router_load_balancing_type": ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
-    "moe_router_num_groups": (None,),
+    # one kind of auxiliary loss; sinkhorn chooses experts differently
+    "moe_router_load_balancing_type": ("none", "aux_loss"),
     "moe_router_score_function": ("softmax", "sigmoid"),
-    "moe_shared_expert_intermediate_size": (None,),
-    "moe_z_loss_coeff": (None,),
     "mtp_num_layers": (None,),
     "multi_latent_attention": (False,),
     "no_rope_freq": (None,),
-    "normalization": ("RMSNorm",),
+    "normalization": ("RMSNorm", "LayerNorm"),
     "position_embedding_type": ("rope",),
     "qk_l2_norm": (False,),
     "rope_scaling": (False,),
@@ -76,7 +71,9 @@ class ReferenceModel:
     heads: int
     groups: int  # key/value heads
     channels: int  # D
-    epsilon: float  # of every RMSNorm
+    epsilon: float  # of every norm
+    layer_norm: bool  # LayerNorm with a bias instead of RMSNorm
+    qkv_bias: bool
     rotary_base: float
     rotary_channels: int  # leading channels of a head that are rotated
     softmax_scale: float
@@ -85,6 +82,12 @@ class ReferenceModel:
     pre_softmax: bool
     score_function: str
     scaling_factor: float
+    expert_groups: int  # of which a token uses the best ``group_topk``; 0: no groups
+    group_topk: int
+    shared: bool  # an expert that every token gets, beside the chosen ones
+    shared_gate: bool  # weighted by a sigmoid of its own
+    aux_coeff: float
+    z_coeff: float
     moe_layers: tuple[int, ...]  # indices of the layers that hold experts
     tied: bool  # the output layer is the embedding
 
@@ -111,6 +114,8 @@ def read_model(fields: Mapping[str, Any]) -> ReferenceModel:
         groups=int(fields.get("num_query_groups") or heads),
         channels=channels,
         epsilon=float(fields.get("layernorm_epsilon", 1e-5)),
+        layer_norm=fields.get("normalization") == "LayerNorm",
+        qkv_bias=bool(fields.get("add_qkv_bias", False)),
         rotary_base=float(fields.get("rotary_base", 10000)),
         rotary_channels=int(channels * float(fields.get("rotary_percent", 1.0))),
         softmax_scale=float(fields.get("softmax_scale") or channels**-0.5),
@@ -119,9 +124,20 @@ def read_model(fields: Mapping[str, Any]) -> ReferenceModel:
         pre_softmax=bool(fields.get("moe_router_pre_softmax", False)),
         score_function=str(fields.get("moe_router_score_function", "softmax")),
         scaling_factor=float(fields.get("moe_router_topk_scaling_factor") or 1.0),
+        expert_groups=int(fields.get("moe_router_num_groups") or 0),
+        group_topk=int(fields.get("moe_router_group_topk") or 0),
+        shared=bool(fields.get("moe_shared_expert_intermediate_size")),
+        shared_gate=bool(fields.get("moe_shared_expert_gate", False)),
+        aux_coeff=_aux_coeff(fields),
+        z_coeff=float(fields.get("moe_z_loss_coeff") or 0.0),
         moe_layers=_moe_layers(layers, fields),
         tied=bool(fields.get("share_embeddings_and_output_weights", False)),
     )
+
+
+def _aux_coeff(fields: Mapping[str, Any]) -> float:
+    on = (fields.get("moe_router_load_balancing_type") or "none") == "aux_loss"
+    return float(fields.get("moe_aux_loss_coeff") or 0.0) if on else 0.0
 
 
 def _moe_layers(layers: int, fields: Mapping[str, Any]) -> tuple[int, ...]:
@@ -134,12 +150,19 @@ def _moe_layers(layers: int, fields: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def logits(
-    model: ReferenceModel, weights: Weights, ids_BT: Tensor, saved_BTLK: Tensor, forced_BTL: Tensor
+    model: ReferenceModel,
+    weights: Weights,
+    ids_BT: Tensor,
+    saved_BTLK: Tensor,
+    forced_BTL: Tensor,
+    *,
+    routers: list[Tensor] | None = None,
 ) -> Tensor:
     """Logits ``[B, T, V]`` in float64.
 
     ``saved_BTLK`` (int64, L counting all layers) are the saved experts, ``forced_BTL`` (bool, L
     counting MoE layers only) says where they are taken instead of the router's own choice.
+    ``routers`` collects each MoE layer's router logits ``[B, T, E]``.
     """
     hidden = _get(weights, "embedding.word_embeddings.weight")[ids_BT]
     for layer in range(model.layers):
@@ -147,10 +170,15 @@ def logits(
         hidden = hidden + _attention(model, block, hidden)
         if layer in model.moe_layers:
             forced_BT = forced_BTL[:, :, model.moe_layers.index(layer)]
-            hidden = hidden + _experts(model, block, hidden, saved_BTLK[:, :, layer], forced_BT)
+            names = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+            tokens = _norm_of(model, block, hidden, *names)
+            if routers is not None:
+                routers.append(tokens @ block["mlp.router.weight"].T)
+            hidden = hidden + _experts(model, block, tokens, saved_BTLK[:, :, layer], forced_BT)
         else:
             hidden = hidden + _dense(model, block, hidden)
-    hidden = _rms_norm(hidden, _get(weights, "decoder.final_layernorm.weight"), model.epsilon)
+    final = {n.rsplit(".", 1)[1]: w for n, w in weights.items() if "final_layernorm" in n}
+    hidden = _normed(model, hidden, _get(final, "weight"), final.get("bias"))
     output = "embedding.word_embeddings.weight" if model.tied else "output_layer.weight"
     return hidden @ _get(weights, output).T
 
@@ -200,6 +228,21 @@ def _get(weights: Weights, name: str) -> Tensor:
     return weights[name]
 
 
+def _normed(model: ReferenceModel, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The model's norm over the last dimension: of LayerNorm the mean is taken out first."""
+    if not model.layer_norm:
+        return _rms_norm(x, weight, model.epsilon)
+    assert bias is not None, "a LayerNorm has a bias"
+    return _rms_norm(x - x.mean(dim=-1, keepdim=True), weight, model.epsilon) + bias
+
+
+def _norm_of(model: ReferenceModel, block: _Layer, x: Tensor, *names: str) -> Tensor:
+    """Normalised by the parameters under the first of ``names`` (without ``weight``) it has."""
+    weight = block.first(*(f"{name}weight" for name in names))
+    bias = block.first(*(f"{name}bias" for name in names)) if model.layer_norm else None
+    return _normed(model, x, weight, bias)
+
+
 def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """x / sqrt(mean(x^2) + epsilon) * weight, over the last dimension."""
     return x * (x.square().mean(dim=-1, keepdim=True) + epsilon).rsqrt() * weight
@@ -207,15 +250,17 @@ def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 def _attention(model: ReferenceModel, block: _Layer, hidden: Tensor) -> Tensor:
     """Causal attention of grouped queries; rows of the QKV matrix are, per group, q heads, k, v."""
-    norm = _rms_norm(hidden, block["self_attention.linear_qkv.layer_norm_weight"], model.epsilon)
+    norm = _norm_of(model, block, hidden, "self_attention.linear_qkv.layer_norm_")
     mixed = norm @ block["self_attention.linear_qkv.weight"].T
+    if model.qkv_bias:
+        mixed = mixed + block["self_attention.linear_qkv.bias"]
     share = model.heads // model.groups
     mixed = mixed.view(*mixed.shape[:2], model.groups, share + 2, model.channels)
     query = mixed[:, :, :, :share].flatten(2, 3)
     key, value = mixed[:, :, :, share], mixed[:, :, :, share + 1]
     if model.qk_layernorm:
-        query = _rms_norm(query, block["self_attention.q_layernorm.weight"], model.epsilon)
-        key = _rms_norm(key, block["self_attention.k_layernorm.weight"], model.epsilon)
+        query = _norm_of(model, block, query, "self_attention.q_layernorm.")
+        key = _norm_of(model, block, key, "self_attention.k_layernorm.")
     query, key = _rotate(model, query), _rotate(model, key)
     key, value = key.repeat_interleave(share, dim=2), value.repeat_interleave(share, dim=2)
     scores = torch.einsum("bthd,bshd->bhts", query, key) * model.softmax_scale
@@ -242,11 +287,10 @@ def _rotate(model: ReferenceModel, x: Tensor) -> Tensor:
 
 
 def _experts(
-    model: ReferenceModel, block: _Layer, hidden: Tensor, saved_BTK: Tensor, forced_BT: Tensor
+    model: ReferenceModel, block: _Layer, normed: Tensor, saved_BTK: Tensor, forced_BT: Tensor
 ) -> Tensor:
-    """Sum over the chosen experts of probability times expert output."""
-    weight = block.first("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
-    tokens = _rms_norm(hidden, weight, model.epsilon).flatten(0, 1)
+    """Sum over the chosen experts of probability times expert output, and the shared expert."""
+    tokens = normed.flatten(0, 1)
     router_NE = tokens @ block["mlp.router.weight"].T
     chosen_NK, probs_NK = route(model, router_NE, saved_BTK.flatten(0, 1), forced_BT.flatten())
     fc1 = block["mlp.experts.experts.linear_fc1.weight"]
@@ -256,7 +300,39 @@ def _experts(
         token, slot = (chosen_NK == expert).nonzero(as_tuple=True)
         part = _swiglu(tokens[token], fc1[expert], fc2[expert]) * probs_NK[token, slot, None]
         output = output.index_add(0, token, part)
-    return output.view_as(hidden)
+    if model.shared:
+        output = output + _shared(model, block, tokens)
+    return output.view_as(normed)
+
+
+def _shared(model: ReferenceModel, block: _Layer, tokens: Tensor) -> Tensor:
+    fc1 = block["mlp.shared_experts.linear_fc1.weight"]
+    output = _swiglu(tokens, fc1, block["mlp.shared_experts.linear_fc2.weight"])
+    if not model.shared_gate:
+        return output
+    return output * (tokens @ block["mlp.shared_experts.gate_weight"].T).sigmoid()
+
+
+def auxiliary_loss(model: ReferenceModel, router_BTE: Tensor, counted_BT: Tensor) -> Tensor:
+    """One router's own losses over the counted tokens, times their number, as a scalar.
+
+    load balancing = coeff * E / (n * K) * sum_e chosen_e * sum_x P_xe, with P the scores that sum
+    to 1 and chosen_e how many of the n tokens have e among their own K best (whatever was
+    replayed); z = coeff * sum_x logsumexp(x)^2. Both are means over tokens that Megatron-Core
+    multiplies by n where the loss is one a token (``router.py``, ``moe_utils.py``).
+    """
+    logits_NE = router_BTE[counted_BT]
+    tokens, experts = logits_NE.shape
+    loss = model.z_coeff * logits_NE.logsumexp(dim=1).square().sum()
+    if model.aux_coeff:
+        scores = logits_NE.softmax(dim=1)
+        if model.score_function == "sigmoid":
+            scores = logits_NE.sigmoid() / (logits_NE.sigmoid().sum(dim=1, keepdim=True) + 1e-20)
+        own_NK = scores.topk(model.topk, dim=1).indices
+        chosen_E = torch.bincount(own_NK.flatten(), minlength=experts)
+        balance = (chosen_E * scores.sum(dim=0)).sum() * experts / (tokens * model.topk)
+        loss = loss + model.aux_coeff * balance
+    return loss
 
 
 def route(
@@ -272,7 +348,7 @@ def route(
         scores_NE = router_NE.sigmoid()
     elif model.pre_softmax:
         scores_NE = router_NE.softmax(dim=1)
-    own_NK = scores_NE.topk(model.topk, dim=1).indices
+    own_NK = _inside_groups(model, scores_NE).topk(model.topk, dim=1).indices
     chosen_NK = torch.where(forced_N[:, None], saved_NK, own_NK)
     picked_NK = scores_NE.gather(1, chosen_NK)
     if model.score_function == "sigmoid":
@@ -284,9 +360,23 @@ def route(
     return chosen_NK, probs_NK * model.scaling_factor
 
 
+def _inside_groups(model: ReferenceModel, scores_NE: Tensor) -> Tensor:
+    """Scores with all but the best groups of experts at -inf.
+
+    A group counts by the sum of its topk / group_topk best scores.
+    """
+    if not model.expert_groups:
+        return scores_NE
+    grouped = scores_NE.unflatten(1, (model.expert_groups, -1))
+    weight = grouped.topk(model.topk // model.group_topk, dim=2).values.sum(dim=2)
+    best = torch.zeros_like(weight).scatter(1, weight.topk(model.group_topk, dim=1).indices, 1.0)
+    inside: Tensor = grouped.masked_fill(best[:, :, None] == 0, float("-inf"))
+    return inside.flatten(1)
+
+
 def _dense(model: ReferenceModel, block: _Layer, hidden: Tensor) -> Tensor:
     """The feed-forward part of a layer without experts."""
-    norm = _rms_norm(hidden, block["mlp.linear_fc1.layer_norm_weight"], model.epsilon)
+    norm = _norm_of(model, block, hidden, "mlp.linear_fc1.layer_norm_")
     return _swiglu(norm, block["mlp.linear_fc1.weight"], block["mlp.linear_fc2.weight"])
 
 

@@ -118,8 +118,8 @@ def test_router_equals_megatrons(score, pre, topk, scaling, forced):
 
 def test_a_field_that_is_not_modelled_is_named():
     with pytest.raises(UnsupportedModelError) as caught:
-        read_model(FIELDS | {"multi_latent_attention": True, "moe_z_loss_coeff": 0.1})
+        read_model(FIELDS | {"multi_latent_attention": True, "moe_expert_capacity_factor": 1.5})
     assert str(caught.value) == (
-        "model section: found moe_z_loss_coeff=0.1, multi_latent_attention=True, "
+        "model section: found moe_expert_capacity_factor=1.5, multi_latent_attention=True, "
         "expected fields that the oracle models"
     )

@@ -133,6 +133,8 @@ def content(
     document["model"] |= model or {}
     rows = sum(b.rows for b in batches)
     config = worker_config(RECIPE, 0, rows, SpikeSettings()) | {"dp_size": len(batches)}
+    # the worker sets these fields of the model to settings of its own: both files state them
+    config |= {name: value for name, value in (model or {}).items() if name in config}
     return Content(
         step=7,
         grad_norm_preclip=1.0,  # nothing here compares with it
@@ -170,17 +172,24 @@ class Replays:
             worker.receive(60.0)
         return self.session.run(Experiment.parse(experiment))
 
-    def oracle(self, step: Content) -> ReferenceStep:
-        """The float64 oracle on the same step, split as the trainer splits it."""
+    def oracle(self, step: Content, *, routed: bool = False) -> ReferenceStep:
+        """The float64 oracle on the same step, split as the trainer splits it.
+
+        ``routed``: no saved route is forced.
+        """
         path = self.home / f"oracle{self.count}" / "iter_0000007"
         self.count += 1
         write(path, step)
+        nowhere = [
+            torch.zeros(*b.input_ids.shape, SHAPE.layers, dtype=torch.bool) for b in step.batches
+        ]
         return reference_step(
             step.tensors,
             load_model_fields(open_snapshot(path)),
             step.batches,
             step.settings,
             split(step),
+            replayed=nowhere if routed else None,
         )
 
     def close(self) -> None:
