@@ -177,8 +177,9 @@ def logits(
             hidden = hidden + _experts(model, block, tokens, saved_BTLK[:, :, layer], forced_BT)
         else:
             hidden = hidden + _dense(model, block, hidden)
-    final = {n.rsplit(".", 1)[1]: w for n, w in weights.items() if "final_layernorm" in n}
-    hidden = _normed(model, hidden, _get(final, "weight"), final.get("bias"))
+    final = "decoder.final_layernorm."
+    bias = weights.get(f"{final}bias")
+    hidden = _normed(model, hidden, _get(weights, f"{final}weight"), bias)
     output = "embedding.word_embeddings.weight" if model.tied else "output_layer.weight"
     return hidden @ _get(weights, output).T
 
