@@ -55,6 +55,12 @@ def make(
     precision: Annotated[
         str, typer.Option(help="Of weights and activations: float32 or bfloat16.")
     ] = "float32",
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            help="Record the step on this layout, as in ep=2 or pp=2,vpp=2. [default: one rank]"
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Train (minutes, once a seed), switch KIND on, and record the step and a quiet one."""
@@ -64,7 +70,9 @@ def make(
     def tell(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    report = make_spike(kind, seed=seed, out=out, cache=cache, recipe=recipe, tell=tell)
+    report = make_spike(
+        kind, seed=seed, out=out, cache=cache, recipe=recipe, layout=layout, tell=tell
+    )
     if json:
         print_json(report)
         return

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,10 +98,18 @@ def read_worker_config(snapshot: Snapshot) -> dict[str, Any]:
     return reader_of(snapshot).worker_config(snapshot)
 
 
-def write_snapshot(directory: str | Path, content: Content, *, legacy: bool = False) -> Snapshot:
+def write_snapshot(
+    directory: str | Path,
+    content: Content,
+    *,
+    legacy: bool = False,
+    checkpoint: Callable[[Path], None] | None = None,
+) -> Snapshot:
     """Write ``content`` as the snapshot directory ``directory`` and open it.
 
     ``legacy`` gives the old layout: AXRL's metadata in ``metadata.json``, over Megatron's.
+    ``checkpoint`` is called with the directory, where it and not ``content.tensors`` makes the
+    checkpoint in there.
     Raises SnapshotError where the directory exists already or the content contradicts its own
     layout; then, as after any other error, nothing is left behind.
     """
@@ -112,7 +120,11 @@ def write_snapshot(directory: str | Path, content: Content, *, legacy: bool = Fa
             fault(target, "batches", str(len(content.batches)), f"dp_size = {parallel.dp}")
         )
     with whole_directory(target) as temporary:
-        _write_all(temporary, target.name, content, parallel, legacy)
+        if checkpoint is None:
+            _write_tensors(temporary, target.name, content)
+        else:
+            checkpoint(temporary)
+        _write_beside(temporary, content, parallel, legacy)
     return open_snapshot(target)
 
 
@@ -143,13 +155,18 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _write_all(
-    directory: Path, name: str, content: Content, parallel: Parallel, legacy: bool
-) -> None:
+def _write_tensors(directory: Path, name: str, content: Content) -> None:
     from replay_lib.snapshot.write_checkpoint import write_checkpoint
-    from replay_lib.snapshot.write_rank import write_trainer
 
     write_checkpoint(directory, name, content.step, content.tensors)
+
+
+def _write_beside(directory: Path, content: Content, parallel: Parallel, legacy: bool) -> None:
+    """All that is not Megatron's checkpoint."""
+    from replay_lib.snapshot.write_checkpoint import write_train_state
+    from replay_lib.snapshot.write_rank import write_trainer
+
+    write_train_state(directory, content.step)
     (directory / layout.RUN_CONFIG).write_text(content.run_config, encoding="utf-8")
     count = _write_ranks(directory, content, parallel)
     write_trainer(directory / layout.TRAINER, content.settings, content.saved_settings)

@@ -38,8 +38,8 @@ class _Writer(FileSystemWriter):
 def write_checkpoint(directory: Path, name: str, step: int, tensors: Mapping[str, Tensor]) -> None:
     """Parameters by Megatron's checkpoint keys, whole, into the existing ``directory``.
 
-    ``name`` is what the checkpoint calls itself. Also writes Megatron's ``common.pt`` and
-    ``train_state.pt``, and last its ``metadata.json``, which marks a complete checkpoint.
+    ``name`` is what the checkpoint calls itself. Also writes Megatron's ``common.pt``, and last its
+    ``metadata.json``, which marks a complete checkpoint.
     """
     state = {key: tensor.detach().contiguous().cpu() for key, tensor in tensors.items()}
     with warnings.catch_warnings():
@@ -47,18 +47,18 @@ def write_checkpoint(directory: Path, name: str, step: int, tensors: Mapping[str
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         save(dict(state), storage_writer=_Writer(directory, name), no_dist=True)
     save_named({"checkpoint_version": 3.0, "iteration": step}, directory / layout.COMMON)
-    save_named(_train_state(step), directory / layout.TRAIN_STATE)
     text = json.dumps(BACKEND)
     (directory / layout.MEGATRON_METADATA).write_text(text, encoding="utf-8")
 
 
-def _train_state(step: int) -> dict[str, Tensor]:
-    """Megatron-Bridge's counters; only the step is known here."""
+def write_train_state(directory: Path, step: int) -> None:
+    """Megatron-Bridge's counters, ``train_state.pt``; only the step is known here."""
     counters = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
     flags = ("do_train", "do_valid", "do_test")
-    return {
+    state = {
         "step": torch.tensor(step),
         **{name: torch.tensor(0) for name in counters},
         "floating_point_operations_so_far": torch.tensor(0.0),
         **{name: torch.tensor(False) for name in flags},
     }
+    save_named(state, directory / layout.TRAIN_STATE)

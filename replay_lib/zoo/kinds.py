@@ -21,6 +21,7 @@ class Kind:
 
 
 NATURAL = "natural"
+REPORT = "zoo.json"  # what a kind came to, beside its snapshots
 
 _ALL = (
     Kind(

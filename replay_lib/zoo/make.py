@@ -14,6 +14,8 @@ from typing import Any
 from replay_lib.engine.session import has_cuda
 from replay_lib.errors import EngineError, UsageError, fault
 from replay_lib.zoo.kinds import find_kind
+from replay_lib.zoo.native import parse_parallel
+from replay_lib.zoo.native.replace import rerecord
 from replay_lib.zoo.recipe import Recipe
 
 #: Where base runs are kept unless asked otherwise.
@@ -34,14 +36,20 @@ def make_spike(
     out: Path,
     cache: Path = CACHE,
     recipe: Recipe | None = None,
+    layout: str | None = None,
     tell: Tell = _silent,
 ) -> dict[str, Any]:
     """Train, arrange ``kind`` and record it under the new directory ``out``; returns the report.
 
     The report's ``event`` is ``spike`` where the detector saw one; ``snapshot`` and ``quiet`` are
     relative to ``out``. The same seed gives the same norm on the same platform.
+
+    ``layout``, as in ``tp=2`` or ``pp=2,vpp=2``: the recorded steps are run once more by
+    Megatron-Core on that many ranks (:mod:`replay_lib.zoo.native`), and those are what is kept.
     """
-    (report,) = make_spikes({kind: out}, seed=seed, cache=cache, recipe=recipe, tell=tell)
+    (report,) = make_spikes(
+        {kind: out}, seed=seed, cache=cache, recipe=recipe, layout=layout, tell=tell
+    )
     return report
 
 
@@ -51,10 +59,12 @@ def make_spikes(
     seed: int,
     cache: Path = CACHE,
     recipe: Recipe | None = None,
+    layout: str | None = None,
     tell: Tell = _silent,
 ) -> list[dict[str, Any]]:
-    """Several kinds of one seed, each into a new directory of its own, in one process."""
+    """Several kinds of one seed, each into a new directory of its own, trained in one process."""
     recipe = recipe or Recipe()
+    parallel = None if layout is None else parse_parallel(layout)
     if recipe.device == "cuda" and not has_cuda():
         raise UsageError("zoo: this recipe runs on cuda, but no NVIDIA device is visible here")
     for kind, out in kinds.items():
@@ -71,6 +81,8 @@ def make_spikes(
     if "error" in answer:
         raise _named(answer["error"]["code"])(answer["error"]["message"])
     made: list[dict[str, Any]] = answer["made"]
+    if parallel is not None:
+        rerecord(made, list(kinds.values()), parallel, device=recipe.device, tell=tell)
     return made
 
 

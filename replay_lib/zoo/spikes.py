@@ -15,7 +15,7 @@ from replay_lib.recorder import Event, Observation, SpikeRecorder
 from replay_lib.snapshot import SpikeSettings, write_snapshot
 from replay_lib.zoo.arrange import arrange
 from replay_lib.zoo.base import base_run, quiet_of
-from replay_lib.zoo.kinds import NATURAL, find_kind
+from replay_lib.zoo.kinds import NATURAL, REPORT, find_kind
 from replay_lib.zoo.losses import UNCLIPPED
 from replay_lib.zoo.recipe import Recipe
 from replay_lib.zoo.run import Run
@@ -25,7 +25,6 @@ Tell = Callable[[str], None]
 NATURAL_STEPS = 30
 NATURAL_RATE = 2e-4
 NATURAL_AGE = 8
-REPORT = "zoo.json"
 
 
 @dataclass(frozen=True, kw_only=True)
