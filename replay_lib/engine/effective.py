@@ -96,7 +96,10 @@ def what_ran(worker: WorkerConfig, parallel: Parallel, fields: Mapping[str, Any]
     ]
     # what the section does not have is not put into it where it is off
     kept = {f: v for f, v in settled.items() if f in fields or not _off(v)}
-    return Ran(fields=dict(fields) | kept, contradictions=tuple(wrong))
+    ran = dict(fields) | kept
+    if ran.get("bf16"):  # Megatron's wrapper casts every parameter, whatever it was built in
+        ran["params_dtype"] = "bfloat16"
+    return Ran(fields=ran, contradictions=tuple(wrong))
 
 
 def _applies(field: str, fields: Mapping[str, Any]) -> bool:
@@ -170,7 +173,6 @@ def planned_values(config: ModelConfig) -> dict[str, Any]:
     values: dict[str, Any] = dict(config.transformer) | dict(config.gpt) | dict(OWN_SETTINGS)
     return values | {
         "params_dtype": config.dtype,
-        "bf16": config.dtype == "bfloat16",
         "attention_softmax_in_fp32": True,
     }
 

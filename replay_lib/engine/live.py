@@ -29,7 +29,7 @@ def live_values(model: LiveModel) -> dict[str, Any]:
     values["share_embeddings_and_output_weights"] = module.share_embeddings_and_output_weights
     values["position_embedding_type"] = module.position_embedding_type
     values["params_dtype"] = _one({plain(p.dtype) for p in module.parameters()})
-    values["bf16"] = values["params_dtype"] == "bfloat16"
+    del values["bf16"]  # a wish of the configuration; what ran is the parameters' dtype
     # scaled-dot-product attention takes its softmax in float32 on every backend
     values["attention_softmax_in_fp32"] = True
     return values | _norms(module) | _attention(module) | _rotary(model) | _routers(model)

@@ -146,7 +146,7 @@ def load(request: OpenRequest, comm: Comm, watch: Stopwatch) -> tuple[Loaded, Se
 
 def _asked_for(request: OpenRequest, replay: bool) -> tuple[str, ...]:
     """Fields of the model that this request wants otherwise than they ran."""
-    dtype = ("params_dtype", "bf16") if request.precision != "recorded" else ()
+    dtype = ("params_dtype",) if request.precision != "recorded" else ()
     # a batch without routes is replayed as the trainer does it
     return dtype if replay else (*dtype, "moe_enable_routing_replay")
 
