@@ -12,6 +12,7 @@ from replay_lib.engine.protocol import Experiment
 from replay_lib.engine.session import cuda_devices
 from replay_lib.errors import CaseError, EngineError, SpikeReplayError, fault
 from replay_lib.patch import Mitigation
+from replay_lib.quiet import REFUSALS
 from replay_lib.record.result import Result, SideEffect, quiet_faults
 from replay_lib.record.table import plain_tables
 from replay_lib.run import OpenCase, ReplayOptions, parse_experiments
@@ -25,8 +26,9 @@ class Sessions:
 
     ``labels`` are the methods that the tests of this case will ask for: the first of them has the
     side effects of all measured on the quiet control, in one session that ends before the spike's
-    starts. A case that cannot be opened is not tried again for its next test. A worker that died
-    in one experiment is replaced: one bad method must not turn all others red.
+    starts, and then all replayed in one request, where those that change only the loss share a
+    forward. A case that cannot be opened is not tried again for its next test. A method that is
+    refused, or that a worker dies of, takes no other along: then each test asks for its own.
     """
 
     def __init__(self, case: Case, options: ReplayOptions, labels: Sequence[str] = ()) -> None:
@@ -35,6 +37,7 @@ class Sessions:
         self._labels = labels
         self._open: dict[str, OpenCase] = {}
         self._unopenable: dict[str, SpikeReplayError] = {}
+        self._asked_all: set[str] = set()
 
     def replay(self, mitigation: str, against: str, device: str) -> Result:
         """The judged result of one experiment on ``device`` (auto, cpu or cuda)."""
@@ -43,6 +46,7 @@ class Sessions:
         asked = parse_experiments([mitigation], against, opened.methods)
         opened.measure_quiet([*self._all(opened), *asked])
         self._start(where)
+        self._replay_all(where)
         try:
             (result,) = opened.results(asked)
         except EngineError:
@@ -60,6 +64,21 @@ class Sessions:
             where = self._case.file or self._case.name
             raise CaseError(fault(where, "quiet", f"none for {mitigation}", "a quiet control"))
         return effect
+
+    def _replay_all(self, where: str) -> None:
+        """What the tests will ask for, at once; a fault is told by the test that it belongs to."""
+        opened = self._open[where]
+        if where in self._asked_all or len(self._labels) < 2:
+            return
+        self._asked_all.add(where)
+        try:
+            for _ in opened.results(self._all(opened)):
+                pass
+        except EngineError:
+            opened.close()
+            self._start(where)
+        except REFUSALS:
+            pass
 
     def _all(self, opened: OpenCase) -> list[Experiment]:
         return parse_experiments(self._labels, "baseline", opened.methods)
