@@ -5,13 +5,14 @@ For tests of what is above the engine. ``install`` puts it in the place of the b
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from replay_lib import run
+from replay_lib import methods, run
 from replay_lib.engine.protocol import Experiment, Outcome, Retained, SessionInfo
 from replay_lib.errors import BatchError
 from replay_lib.patch import Seam
@@ -98,6 +99,16 @@ def outcome(experiment: Experiment, quiet: bool = False) -> Outcome:
         retained=Retained(tokens=1.0, advantage=1.0, dloss_dlogprob=kept) if patched else None,
         seconds=0.01,
     )
+
+
+def only_recorded_methods(directory: Path) -> None:
+    """Register the five recorded methods alone in this process, so that tests can count them."""
+    directory.mkdir(exist_ok=True)
+    for slug in run.RECORDED_METHODS:
+        name = slug.replace("-", "_") + ".py"
+        with contextlib.suppress(FileExistsError):  # another process of the same run was faster
+            (directory / name).symlink_to(methods.builtin_dir() / name)
+    methods.builtin_dir = lambda: directory
 
 
 def install() -> None:

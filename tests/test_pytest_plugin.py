@@ -37,7 +37,10 @@ class Suite:
         self.engine("fake_engine.install()")
 
     def engine(self, install: str) -> None:
-        self.pytester.makeconftest(f"import fake_engine\n{install}\n")
+        few = f"fake_engine.only_recorded_methods(Path({str(self.pytester.path / 'methods')!r}))"
+        self.pytester.makeconftest(
+            f"from pathlib import Path\nimport fake_engine\n{few}\n{install}\n"
+        )
 
     def case(
         self,
