@@ -84,6 +84,21 @@ def test_a_history_can_be_given_and_is_filtered():
     assert detector.median == 0.2
 
 
+def test_defaults_are_the_trainers():
+    detector = SpikeDetector(history=[1.0] * 200)
+    assert len(detector.history) == 100
+    assert not detector.observe(10, 2.0)  # strictly above twice the median
+    assert detector.observe(11, 2.0001)
+
+
+def test_the_first_norm_has_no_median_before_it_and_the_second_has():
+    detector = SpikeDetector(warmup_steps=0)
+    assert not detector.observe(0, 9.0)
+    assert detector.median is None
+    assert detector.observe(1, 19.0)
+    assert detector.median == 9.0
+
+
 def test_warm_up_looks_at_the_global_step():
     assert not SpikeDetector(history=[0.1]).observe(9, 1.0)
     assert SpikeDetector(history=[0.1]).observe(10, 1.0)
@@ -95,6 +110,8 @@ def test_warm_up_looks_at_the_global_step():
         ({"history_window": 0}, "history_window: found 0, expected 1 or more"),
         ({"spike_ratio": math.nan}, "spike_ratio: found nan, expected more than 0"),
         ({"spike_ratio": 0.0}, "spike_ratio: found 0.0, expected more than 0"),
+        ({"spike_ratio": -2.0}, "spike_ratio: found -2.0, expected more than 0"),
+        ({"spike_ratio": math.inf}, "spike_ratio: found inf, expected more than 0"),
     ],
 )
 def test_settings_that_never_detect_are_refused(options, text):

@@ -95,3 +95,38 @@ def test_a_static_split_of_ranks_slices_each_of_them():
     options = {"dynamic": False, "micro_batch_size": 2, "seq_length": 8}
     split = split_ranks([[8, 8, 8], [1, 1, 1]], [8, 8], **options)
     assert split == [[[0, 1], [2]], [[0, 1], [2]]]
+
+
+def test_a_micro_batch_holds_as_many_tokens_as_its_rows_may_be_long():
+    options = {"dynamic": True, "seq_length": 8}
+    for size, expected in ((1, 4), (2, 2), (4, 1)):
+        (split,) = split_ranks([[8] * 4], [8], micro_batch_size=size, **options)
+        assert len(split) == expected
+
+
+def test_rows_without_any_token_make_no_micro_batch():
+    with pytest.raises(BatchError, match="found 0 micro-batches, expected 1 to 2"):
+        balanced_split([0, 0], 5, 5)
+
+
+def test_a_batch_without_rows_is_refused():
+    with pytest.raises(BatchError, match="micro-batches: found a batch without rows"):
+        balanced_split([], 5, 5)
+
+
+def test_a_width_for_each_rank():
+    with pytest.raises(ValueError, match="zip"):
+        split_ranks([[4], [4]], [4], dynamic=True, micro_batch_size=1, seq_length=8)
+
+
+def test_the_costliest_for_attention_comes_first_not_the_longest():
+    # sums 10 and 10, squares 100 and 52; of equal squares the one with the later first row
+    assert balanced_split([4, 10, 6], 10, 10) == [[1], [0, 2]]
+    assert balanced_split([5, 5, 5, 5], 5, 10) == [[1, 2], [0, 3]]
+
+
+def test_differencing_by_hand():
+    # 8 and 7 differ by 1, 6 and 5 by 1, 4 stays: 4 - 1 = 3, then 3 - 1 = 2: {8, 6} and {7, 5, 4}
+    assert balanced_split([8, 7, 6, 5, 4], 8, 15) == [[0, 2], [1, 3, 4]]
+    # three bins, each pair of states merged largest with smallest
+    assert balanced_split([9, 8, 7, 3, 2, 1], 9, 10) == [[0, 5], [1, 4], [2, 3]]

@@ -143,3 +143,59 @@ def test_rows_and_routes_have_to_be_as_many():
         check([routes_of(3)], [3, 3])
     with pytest.raises(BatchError, match="found routes of 1 rows, expected one for each of 2 rows"):
         expand_routes([routes_of(3)], mask_of([3, 3], 4))
+
+
+def test_the_row_that_differs_from_the_first_is_named():
+    odd = routes_of(5)[:, :2]
+    with pytest.raises(
+        BatchError, match=r"routes: row 1: routes: found shape \[4, 2, 2\], expected"
+    ):
+        expand_routes([routes_of(3), odd], mask_of([3, 5], 5))
+    with pytest.raises(
+        BatchError, match=r"batch: row 1: routes: found shape \[4, 2, 2\], expected"
+    ):
+        check([routes_of(3), odd], [3, 5])
+    with pytest.raises(BatchError, match=r"found shape \[8, 2\]"):
+        check([routes_of(5)[:, 0].repeat(2, 1)], [5])
+
+
+def test_expanded_routes_have_the_dtype_of_the_first():
+    rows = [routes_of(3, dtype=torch.int32), routes_of(3)]
+    assert expand_routes(rows, mask_of([3, 3], 3)).dtype == torch.int32
+    with pytest.raises(BatchError, match="found routes of 0 rows, expected one for each of 0 rows"):
+        expand_routes([], mask_of([], 3).reshape(0, 3))
+
+
+def test_more_routes_than_rows_are_refused():
+    with pytest.raises(BatchError, match="found 3 rows, expected 2, as in the batch"):
+        check([routes_of(3)] * 3, [3, 3])
+    with pytest.raises(BatchError, match="found routes of 3 rows, expected one for each of 2 rows"):
+        expand_routes([routes_of(3)] * 3, mask_of([3, 3], 4))
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_the_unused_row_of_a_shortest_row_is_not_looked_at(length):
+    check([torch.full((length, LAYERS, TOPK), -1, dtype=torch.int16)], [length])
+
+
+def test_all_bad_places_of_a_row_are_counted_and_the_first_is_named():
+    routes = routes_of(6)
+    routes[1, 2, 1] = routes[3, 0, 0] = routes[3, 1, 0] = EXPERTS
+    with pytest.raises(BatchError) as error:
+        check([routes], [6])
+    assert "token 1, layer 2: found experts [1, 8], expected ids from 0 to 7" in str(error.value)
+    assert str(error.value).endswith("3 such places in this row.")
+    with pytest.raises(BatchError, match=r"token 1, layer 2.* 2 such places"):
+        check([routes], [6], moe_layers=[1, 2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64])
+def test_only_integers_name_experts(dtype):
+    with pytest.raises(BatchError, match="expected integers"):
+        check([routes_of(4).to(dtype)], [4])
+
+
+def test_the_last_and_the_first_expert_may_be_chosen():
+    routes = routes_of(2)
+    routes[:] = torch.tensor([EXPERTS - 1, 0])
+    check([routes], [2])

@@ -66,3 +66,25 @@ def test_gradients_stay_on_the_mask(mode):
     aggregate(values, MASK, mode).backward()
     assert bool((values.grad[~MASK] == 0).all())
     assert bool((values.grad[MASK] != 0).any())
+
+
+@pytest.mark.parametrize("mode", ["seq-mean-token-mean", "seq-mean-token-std"])
+def test_rows_without_tokens_are_no_sequences(mode):
+    one = aggregate(VALUES[:1], MASK[:1], mode)  # a single row is its own mean
+    beside = torch.cat([MASK[:1], torch.zeros_like(MASK[:1])])
+    assert torch.equal(aggregate(VALUES[:2], beside, mode), one)
+    assert float(one) == pytest.approx(3.0 if mode == "seq-mean-token-mean" else (14 / 3) ** 0.5)
+
+
+def test_a_deviation_of_equal_values_is_the_root_of_epsilon():
+    row = MASK[2:] | True
+    for mode in ("token-std", "seq-mean-token-std"):
+        assert float(aggregate(VALUES[2:], row, mode)) == pytest.approx(1e-5, rel=1e-6)
+
+
+def test_counts_are_exact_in_float32_and_never_zero():
+    ones = torch.ones(1, 4)
+    for tokens in (1, 3):
+        mask = torch.arange(4)[None] < tokens
+        assert float(aggregate(ones, mask, "token-mean")) == 1.0  # 1e-10 beside a count is nothing
+    assert float(aggregate(ones.double(), MASK[:1], "token-mean")) == 1.0

@@ -76,3 +76,33 @@ def test_at_least_the_share_is_picked_and_nothing_smaller_stays_in(values, share
         least = entropy[picked].min()
         assert bool((entropy[mask & ~picked] < least).all())
         assert int((entropy[picked] > least).sum()) < wanted
+
+
+@pytest.mark.parametrize("alpha", [-1.0, -0.5, 0.0])
+def test_an_entropy_weight_that_is_not_positive_is_no_control(alpha):
+    settings = GrpoSettings(entropy_control={"alpha": alpha, "target_entropy": 1.0})
+    entropy = torch.tensor([[1.0, 4.0, 100.0]])
+    squared, mean = entropy_term(settings, read_inputs(settings, ROWS, CURRENT, entropy))
+    assert (float(squared), float(mean)) == (0.0, 2.5)
+
+
+def test_a_small_weight_is_a_control():
+    settings = GrpoSettings(entropy_control={"alpha": 1e-3, "target_entropy": 4.0})
+    entropy = torch.tensor([[1.0, 4.0, 100.0]])
+    squared, _ = entropy_term(settings, read_inputs(settings, ROWS, CURRENT, entropy))
+    assert float(squared) == 2.25  # (4 - 2.5)^2
+
+
+@pytest.mark.parametrize("share", [1.0, 1.5, 2.0])
+def test_a_share_of_one_or_more_takes_every_loss_token(share):
+    settings = GrpoSettings(entropy_control={"alpha": 1.0, "top_quantile": share})
+    entropy = torch.tensor([[1.0, 4.0, 100.0]])
+    _, mean = entropy_term(settings, read_inputs(settings, ROWS, CURRENT, entropy))
+    assert float(mean) == 2.5
+
+
+def test_one_of_two_is_the_half_and_rows_are_counted_by_themselves():
+    entropy = torch.tensor([[4.0, 1.0, 3.0, 2.0], [1.0, 2.0, 3.0, 9.0]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]], dtype=torch.bool)
+    picked = top_entropy_mask(entropy, mask, 0.5)
+    assert picked.tolist() == [[True, False, True, False], [False, True, False, False]]

@@ -72,3 +72,37 @@ def test_a_teacher_that_is_not_finite_on_a_loss_token_is_an_error():
     )
     off_the_mask = advantages([[-1.0, -1.0, -1.0, float("nan")]])
     assert off_the_mask[3] == 2.0
+
+
+def test_the_students_scale_is_a_quotient_of_means():
+    rows = make_rows(MASK, advantage=0.0, teacher_logprobs=[[-1.0, -1.0, -3.0, -9.0]])
+    options = {"student_logprob_source": "old_logprobs", "normalize_student_logprob_scale": True}
+    rows = rows.replace(old_logprobs=torch.tensor([[-0.25, -0.5, -0.25, -7.0]]))
+    found = advantages(None, rows, opd_alpha=1.0, reverse_kl_clip=None, **options)
+    # mean |teacher| is 5/3, mean |student| 1/3: the student times 5, minus the teacher, negated
+    assert found == pytest.approx([0.25, 1.5, -1.75, 0.0])
+
+
+def test_a_student_that_is_certain_has_a_finite_scale():
+    rows = make_rows(MASK, advantage=0.0, teacher_logprobs=-1.0, old_logprobs=0.0)
+    options = {"student_logprob_source": "old_logprobs", "normalize_student_logprob_scale": True}
+    assert advantages(None, rows, opd_alpha=1.0, **options) == [-1.0, -1.0, -1.0, 0.0]
+
+
+def test_clips_on_both_sides_are_counted():
+    rows = make_rows(MASK, advantage=0.0, teacher_logprobs=[[-21.0, -2.0, -2.0, -1.0]])
+    settings = GrpoSettings(opd={"enabled": True, "opd_alpha": 0.5})
+    metrics = micro_batch_loss(settings, rows, STUDENT, torch.zeros(1, 4)).metrics
+    # student - teacher is 20, 0, -28, clipped to 10, 0, -10
+    assert metrics["opd/reverse_kl_clip_rate"] == pytest.approx(2 / 3)
+    assert metrics["opd/reverse_kl_mean"] == pytest.approx(0.0)
+    assert metrics["opd/adjusted_advantage_mean"] == pytest.approx(0.0)
+
+
+def test_the_first_token_that_is_not_finite_is_named():
+    rows = make_rows([[0, 1], [1, 1]], teacher_logprobs=[[float("nan"), -1.0], [float("inf")] * 2])
+    settings = GrpoSettings(opd={"enabled": True})
+    with pytest.raises(
+        BatchError, match=r"teacher_logprobs\[1, 0\]: found inf.* 2 of 3 loss tokens"
+    ):
+        micro_batch_loss(settings, rows, torch.full((2, 2), -1.0), torch.zeros(2, 2))

@@ -10,6 +10,54 @@ from pydantic import ValidationError
 from replay_lib.errors import SettingsError
 from replay_lib.loss import EntropySettings, GrpoSettings
 
+#: AXRL's GrpoTrainerConfig, EntropyControlConfig and OPDConfig.
+DEFAULTS = {
+    "loss_type": "grpo2",
+    "clip_ratio_high": 0.28,
+    "clip_ratio_low": 0.2,
+    "dual_clip_neg_adv_factor": 3.0,
+    "dual_soft_clip": 3.0,
+    "loss_agg_type": "token-mean",
+    "micro_batch_denominator_type": "token",
+    "entropy_control": {
+        "target_entropy": 0.1,
+        "alpha": 0.0,
+        "compute_entropy": False,
+        "top_k": -1,
+        "top_quantile": 1.0,
+        "easy_score_cutoff": 0.4,
+        "epsilon": 1e-6,
+    },
+    "kl_control_alpha": 0.0,
+    "is_base_logprobs": "old_logprobs",
+    "kl_base_logprobs": "old_logprobs",
+    "mismatch_token_clip_max": None,
+    "mismatch_seq_masking_low": None,
+    "mismatch_seq_masking_high": None,
+    "mismatch_token_veto_threshold": None,
+    "icepop_masking_low": None,
+    "icepop_masking_high": None,
+    "turn_reward_alpha": 0.0,
+    "seq_turn_alpha": None,
+    "opd": {
+        "enabled": False,
+        "opd_alpha": 0.1,
+        "reverse_kl_clip": 10.0,
+        "student_logprob_source": "cur_logprobs",
+        "normalize_student_logprob_scale": False,
+        "backend": "sglang",
+        "teacher_model": None,
+        "sglang_worker": None,
+        "sglang_host": None,
+        "sglang_port": None,
+        "teacher_weight_name": "opd_teacher_weights",
+    },
+    "log_sample": True,
+    "normalize_advantage_by_batch_std": False,
+    "normalize_advantages_over_valid_tokens_in_batch": False,
+    "ppo_value": None,
+}
+
 
 def test_defaults_are_the_trainers():
     settings = GrpoSettings()
@@ -18,9 +66,7 @@ def test_defaults_are_the_trainers():
         0.28,
         0.2,
     )
-    assert settings.loss_agg_type == "token-mean"
-    assert settings.mismatch_token_clip_max is None
-    assert settings.opd.opd_alpha == 0.1
+    assert settings.model_dump() == DEFAULTS
     settings.check()
 
 
@@ -143,3 +189,44 @@ def test_settings_are_frozen_and_survive_a_pickle():
         settings.loss_type = "tis"
     assert pickle.loads(pickle.dumps(settings)) == settings
     assert GrpoSettings(**settings.model_dump()) == settings
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, False),
+        ({"alpha": -1.0}, False),
+        ({"alpha": 1e-6}, True),
+        ({"compute_entropy": True}, True),
+        ({"alpha": 0.1, "compute_entropy": True}, True),
+    ],
+)
+def test_entropies_are_wanted_by_a_positive_weight_or_on_request(fields, wanted):
+    assert GrpoSettings(entropy_control=fields).wants_entropy is wanted
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_borders_of_ranges_are_allowed(share):
+    GrpoSettings(opd={"enabled": True, "opd_alpha": share}).check()
+    GrpoSettings(entropy_control={"top_quantile": 1e-3}).check()
+    GrpoSettings(loss_type="grpo", dual_clip_neg_adv_factor=1.001).check()
+
+
+@pytest.mark.parametrize("share", [-0.001, 1.001])
+def test_a_teachers_share_counts_only_where_there_is_a_teacher(share):
+    GrpoSettings(opd={"opd_alpha": share}).check()
+    with pytest.raises(SettingsError, match="expected 0 to 1"):
+        GrpoSettings(opd={"enabled": True, "opd_alpha": share}).check()
+
+
+def test_the_first_contradiction_is_told_and_a_range_comes_after_a_type():
+    settings = GrpoSettings(dual_soft_clip=None, entropy_control={"top_quantile": -1.0})
+    with pytest.raises(SettingsError, match="dual_soft_clip"):
+        settings.check()
+
+
+def test_a_group_may_be_replaced_whole_or_in_part():
+    whole = GrpoSettings().replace(entropy_control=EntropySettings(alpha=0.5))
+    assert whole.entropy_control == EntropySettings(alpha=0.5)
+    with pytest.raises(SettingsError, match="loss_type"):
+        GrpoSettings().replace(loss_type={"alpha": 0.5})

@@ -65,6 +65,22 @@ def test_all_columns_that_do_not_fit_are_named_at_once():
     )
 
 
+def test_a_column_that_is_too_long_is_named_too():
+    rows, log_prob, entropy = random_rows(0)
+    wide = rows.replace(advantage=torch.zeros(3, 7))
+    with pytest.raises(
+        BatchError, match=r"found advantage \[3, 7\] on cpu, expected \[3, 6\] on cpu"
+    ):
+        micro_batch_loss(GrpoSettings(), wide, log_prob, entropy)
+
+
+@pytest.mark.parametrize("shape", [(18,), (1, 3, 6)])
+def test_log_probabilities_are_rows_of_tokens(shape):
+    rows, log_prob, entropy = random_rows(0)
+    with pytest.raises(BatchError, match=f"log_prob: found {len(shape)} dimensions, expected two"):
+        micro_batch_loss(GrpoSettings(), rows, log_prob.reshape(shape), entropy)
+
+
 def test_half_precision_log_probabilities_are_refused():
     rows, log_prob, entropy = random_rows(0)
     with pytest.raises(BatchError, match=r"log_prob: found torch\.bfloat16, expected torch\.float"):
