@@ -90,3 +90,21 @@ def test_filters_carry_no_gradient():
     current = torch.zeros(2, 4, requires_grad=True)
     kept = filtered(current, mismatch_seq_masking_low=0.9, mismatch_token_clip_max=2.0)
     assert not kept.policy_weight_BT.requires_grad
+
+
+def test_a_sequence_exactly_at_its_bounds_is_kept():
+    assert filtered(mismatch_seq_masking_low=1.0, mismatch_seq_masking_high=1.0).keep_BT.all()
+
+
+def test_a_row_of_one_token_has_that_tokens_ratio():
+    mask = torch.tensor([[False, True]])
+    ratio = sequence_ratio(torch.tensor([[9.0, 0.5]]), torch.zeros(1, 2), mask)
+    assert float(ratio) == pytest.approx(math.exp(0.5))
+
+
+def test_sequence_ratios_are_clamped_token_by_token():
+    # 50 and -20: clamped to 20 and -20 before the mean
+    ratio = sequence_ratio(
+        torch.tensor([[50.0, -20.0]]), torch.zeros(1, 2), torch.ones(1, 2).bool()
+    )
+    assert float(ratio) == 1.0

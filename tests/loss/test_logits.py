@@ -109,3 +109,20 @@ def test_a_top_k_of_the_vocabulary_or_more_changes_nothing():
     logits, _ = logits_and_labels()
     assert torch.equal(top_k_logits(logits, 11), logits)
     assert torch.equal(top_k_logits(logits, 99), logits)
+
+
+@pytest.mark.parametrize("label", [-1, -100, 11, 12, 1000])
+def test_any_label_outside_the_vocabulary_is_treated_alike(label):
+    logits, _ = logits_and_labels()
+    found, _ = log_prob_and_entropy(logits[:1], torch.tensor([label]), GrpoSettings())
+    likeliest = logits[:1].argmax(dim=-1)
+    expected, _ = log_prob_and_entropy(logits[:1], likeliest, GrpoSettings())
+    assert float(found) == float(expected)
+
+
+def test_a_strong_entropy_gradient_is_finite_where_logits_are_masked_away():
+    logits = torch.tensor([[5.0, 4.0, -1.0, 1.0]], requires_grad=True)
+    pair = GrpoSettings(entropy_control={"compute_entropy": True, "top_k": 2})
+    _, entropy = log_prob_and_entropy(logits, torch.tensor([0]), pair)
+    (100.0 * entropy.sum()).backward()
+    assert bool(torch.isfinite(logits.grad).all())
