@@ -2,26 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-
-import psutil
-
 from replay_lib.case import Needs
-from replay_lib.engine.session import cuda_devices
-
-GIB = 1 << 30
-
-
-def memory_gib(device: str) -> float | None:
-    """Memory of one device (cpu: of the machine) in GiB; None where the driver does not tell."""
-    if device == "cpu":
-        return float(psutil.virtual_memory().total) / GIB
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        told = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
-        return float(told.stdout.split()[0]) / 1024  # told in MiB
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return None
+from replay_lib.engine.machine import cuda_devices, memory_gib
 
 
 def unmet(needs: Needs, device: str) -> str | None:

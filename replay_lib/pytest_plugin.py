@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import pytest
 
 from replay_lib.case import Case, discover
+from replay_lib.engine.layout import AUTO
 from replay_lib.errors import CaseError, SpikeReplayError, fault
 from replay_lib.methods import load_methods
 from replay_lib.patch import Mitigation
@@ -74,6 +75,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="auto",
         choices=("auto", "cpu", "cuda"),
         help="where tests without the gpu marker replay [default: auto]",
+    )
+    group.addoption(
+        "--layout",
+        metavar="AXES",
+        default=AUTO,
+        help="ranks that replay, as in tp=2 or ep=2,dp=2 [default: auto, one where it is enough]",
     )
     group.addoption(
         "--trainer",
@@ -201,6 +208,7 @@ def _options(config: pytest.Config) -> ReplayOptions:
     """How the command line asks for replays; UsageError where it cannot."""
     return ReplayOptions(
         mitigations=tuple(config.getoption("--mitigations")),
+        layout=config.getoption("--layout"),
         trainer=config.getoption("--trainer"),
         repeats=config.getoption("--repeats"),
         backend=config.getoption("--backend"),

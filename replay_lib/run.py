@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from replay_lib.case import Case
+from replay_lib.engine.layout import AUTO, Layout
 from replay_lib.engine.protocol import Engine, Experiment, MitigationCall, Outcome
 from replay_lib.errors import SpikeReplayError, UsageError
 from replay_lib.methods import find, load_methods
@@ -50,6 +51,7 @@ class ReplayOptions:
     device: str = "auto"
     precision: str = "recorded"
     dp_ranks: tuple[int, ...] | None = None
+    layout: str = AUTO
     rows: str = "recorded"
     deterministic: bool = True
     mitigations: tuple[Path, ...] = ()
@@ -63,6 +65,8 @@ class ReplayOptions:
                 f"repeats: found {self.repeats}, expected {LEAST_REPEATS} or more: one replay of "
                 "the baseline shows no spread"
             )
+        if self.layout != AUTO:
+            Layout.parse(self.layout)
         if self.trainer is not None:
             check_name(self.trainer)
         _check_backend(self)
@@ -78,6 +82,7 @@ def _check_backend(options: ReplayOptions) -> None:
         "trainer": options.trainer not in (None, AXRL),
         "precision": options.precision != "recorded",
         "dp-ranks": options.dp_ranks is not None,
+        "layout": options.layout != AUTO,
         "rows": options.rows != "recorded",
     }
     odd = [f"--{name}" for name, there in given.items() if there]
@@ -118,6 +123,7 @@ def open_engine(snapshot: Path, options: ReplayOptions) -> Engine:
         device=options.device,
         precision=options.precision,
         dp_ranks=options.dp_ranks,
+        layout=options.layout,
         rows=options.rows,
         deterministic=options.deterministic,
         mitigations=options.mitigations,

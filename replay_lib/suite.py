@@ -8,8 +8,8 @@ from typing import Any
 
 from replay_lib.case import Case, Needs
 from replay_lib.devices import unmet
+from replay_lib.engine.machine import cuda_devices
 from replay_lib.engine.protocol import Experiment
-from replay_lib.engine.session import cuda_devices
 from replay_lib.errors import CaseError, EngineError, SpikeReplayError, fault
 from replay_lib.patch import Mitigation
 from replay_lib.quiet import REFUSALS

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from replay_lib import methods, run
+from replay_lib.engine.layout import AUTO, Layout
 from replay_lib.engine.protocol import Experiment, Outcome, Retained, SessionInfo
 from replay_lib.errors import BatchError
 from replay_lib.patch import Seam
@@ -53,7 +54,7 @@ class FakeEngine:
             fidelity="reduced" if options.dp_ranks else "folded",
             dp_ranks=options.dp_ranks or (0, 1),
             dp_recorded=2,
-            layout={"dp": 1},
+            layout=Layout.parse(options.layout).sizes if options.layout != AUTO else {"dp": 1},
             device="cpu" if options.device == "auto" else options.device,
             dtype="float32" if options.precision == "recorded" else options.precision,
             deterministic=options.deterministic,

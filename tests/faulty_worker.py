@@ -36,9 +36,9 @@ def plant() -> None:
         memory.free_bytes = lambda _device: 0
     elif FAULT == "zero-gradient":
 
-        def without_one(buffers: gradients.GradientBuffers, names):
+        def without_one(buffers: gradients.GradientBuffers, *rest):
             buffers.views["decoder.layers.0.self_attention.linear_proj.weight"].zero_()
-            return measure(buffers, names)
+            return measure(buffers, *rest)
 
         step.measure = without_one
     elif FAULT == "deaf-router":

@@ -364,6 +364,31 @@ def test_trainer_and_backend_reach_the_engine_and_the_results(
     assert {r["backend"] for r in results} == {"axrl"}
 
 
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("command", [("replay", CASE, "-m"), ("sweep", CASE)])
+def test_the_layout_reaches_the_engine_and_the_results(
+    spike_replay: Any, command: tuple[object, ...]
+) -> None:
+    ran = spike_replay(*command, "disable-routing-replay", "--layout", "ep=2,tp=2", "--json")
+    sizes = {"tp": 2, "pp": 1, "cp": 1, "ep": 2, "dp": 1}
+    assert [r["layout"] for r in ran.document["results"]] == [sizes, sizes]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--layout", "vpp=2"), "layout 'vpp=2': found 'vpp=2', expected sizes as in tp=2"),
+        (("--layout", "tp=2", "--backend", "axrl"), "backend axrl: it cannot honour --layout"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_a_wrong_call(
+    spike_replay: Any, options: tuple[str, ...], words: str
+) -> None:
+    ran = spike_replay("replay", CASE, *options, "--json")
+    assert ran.code == ExitCode.USAGE
+    assert words in ran.document["error"]["message"]
+
+
 def test_a_trainer_that_a_backend_cannot_take_is_a_wrong_call(spike_replay: Any) -> None:
     ran = spike_replay("replay", CASE, "--backend", "axrl", "--trainer", "grpo", "--json")
     assert ran.code == ExitCode.USAGE

@@ -359,3 +359,18 @@ def test_trainer_and_backend_reach_the_engine(suite: Suite) -> None:
     refused = suite.run("--backend", "axrl", "--trainer", "my.losses:make")
     assert refused.ret == pytest.ExitCode.USAGE_ERROR
     refused.stderr.fnmatch_lines(["ERROR: backend axrl: it cannot honour --trainer: *"])
+
+
+def test_the_layout_reaches_the_engine(suite: Suite) -> None:
+    suite.case("a")
+    suite.pytester.makepyfile(
+        test_spikes="""
+        def test_where(case, replay):
+            assert replay().layout == {"tp": 2, "pp": 1, "cp": 1, "ep": 1, "dp": 1}
+        """
+    )
+    suite.run("--layout", "tp=2").assert_outcomes(passed=1)
+    suite.run().assert_outcomes(failed=1)
+    refused = suite.run("--layout", "vpp=2")
+    assert refused.ret == pytest.ExitCode.USAGE_ERROR
+    refused.stderr.fnmatch_lines(["ERROR: layout 'vpp=2': *"])

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from replay_lib.backend.missing import missing_for_backend
-from replay_lib.engine.session import cuda_devices
+from replay_lib.engine.machine import cuda_devices
 
 GIB = 1 << 30
 PACKAGES = (

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from replay_lib.backend.contract import METHOD, MODULE, read_contract
-from replay_lib.engine.session import cuda_devices
+from replay_lib.engine.machine import cuda_devices
 from replay_lib.errors import SpikeReplayError
 from replay_lib.snapshot.model import Snapshot
 from replay_lib.snapshot.opening import open_snapshot

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from replay_lib.errors import UsageError
+
+Layout = Annotated[
+    str,
+    typer.Option(
+        metavar="AXES",
+        help="Ranks that replay, as in tp=2 or ep=2,dp=2 (tp, pp, cp, ep, dp); auto: one, or the "
+        "recorded layout folded onto the GPUs where one is too small.",
+    ),
+]
 
 
 def as_path(text: str | Path) -> Path:

@@ -11,6 +11,7 @@ import typer
 
 from replay_lib import __version__
 from replay_lib.case import Case
+from replay_lib.cli.arguments import Layout
 from replay_lib.cli.arguments import as_path as _path
 from replay_lib.cli.doctor import doctor
 from replay_lib.cli.output import (
@@ -160,6 +161,7 @@ def replay(
     device: Device = "auto",
     precision: Precision = "recorded",
     dp_ranks: DpRanks = None,
+    layout: Layout = "auto",
     rows: Rows = "recorded",
     deterministic: Deterministic = True,
     mitigations: Mitigations = None,
@@ -174,6 +176,7 @@ def replay(
         device,
         precision=precision,
         dp_ranks=dp_ranks,
+        layout=layout,
         rows=rows,
         deterministic=deterministic,
         mitigations=mitigations,
@@ -200,6 +203,7 @@ def sweep(
     device: Device = "auto",
     precision: Precision = "recorded",
     dp_ranks: DpRanks = None,
+    layout: Layout = "auto",
     rows: Rows = "recorded",
     deterministic: Deterministic = True,
     mitigations: Mitigations = None,
@@ -214,6 +218,7 @@ def sweep(
         device,
         precision=precision,
         dp_ranks=dp_ranks,
+        layout=layout,
         rows=rows,
         deterministic=deterministic,
         mitigations=mitigations,
@@ -285,6 +290,7 @@ def _options(
     *,
     precision: str,
     dp_ranks: str | None,
+    layout: str,
     rows: str,
     deterministic: bool,
     mitigations: list[Path] | None,
@@ -296,6 +302,7 @@ def _options(
         device=device,
         precision=precision,
         dp_ranks=_numbers(dp_ranks),
+        layout=layout,
         rows=rows,
         deterministic=deterministic,
         mitigations=tuple(mitigations or ()),

@@ -9,7 +9,7 @@ writes into what it was given changes its own experiment and no other.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from replay_lib.batch import ROW_COLUMNS, TOKEN_COLUMNS, RankBatch
 from replay_lib.engine.inputs import RankInput
 from replay_lib.engine.model import LiveModel
+from replay_lib.engine.sharing import counted_here
 from replay_lib.engine.trees import ROWS, several_paths
 from replay_lib.errors import PatchError
 from replay_lib.loss import GrpoSettings
@@ -206,7 +207,7 @@ def _describe(value: Any) -> str:
 def patched_model(model: LiveModel, patched: Patched) -> Iterator[dict[Seam, int]]:
     """Weights and model fields changed inside the block; yields what was touched by both."""
     with (
-        patched_weights(model.parameters(), patched.weights) as weights,
+        patched_weights(model.parameters(), patched.weights, _counted(model)) as weights,
         patched_fields(model, patched.model) as fields,
     ):
         counts = {Seam.WEIGHTS: weights, Seam.MODEL: fields}
@@ -221,9 +222,20 @@ def patched_model(model: LiveModel, patched: Patched) -> Iterator[dict[Seam, int
             ) from error
 
 
+def _counted(model: LiveModel) -> frozenset[str]:
+    return frozenset(model.whole_name(name) for name in counted_here(model))
+
+
 @contextlib.contextmanager
-def patched_weights(parameters: Mapping[str, Tensor], patches: Sequence[Patch]) -> Iterator[int]:
-    """Replace parameters inside the block; yields how many elements differ."""
+def patched_weights(
+    parameters: Mapping[str, Tensor],
+    patches: Sequence[Patch],
+    counted: Collection[str] | None = None,
+) -> Iterator[int]:
+    """Replace parameters inside the block; yields how many elements differ.
+
+    ``counted`` are the parameters whose changes count on this rank (None: all).
+    """
     saved: dict[str, Tensor] = {}
     touched = 0
     try:
@@ -235,7 +247,8 @@ def patched_weights(parameters: Mapping[str, Tensor], patches: Sequence[Patch]) 
                     f"a weights patch must return a dict of tensors, not {_describe(replaced)}"
                 )
             for name, value in replaced.items():
-                touched += _replace_weight(parameters, saved, name, value)
+                changed = _replace_weight(parameters, saved, name, value)
+                touched += changed if counted is None or name in counted else 0
         yield touched
     finally:
         for name, value in saved.items():

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from replay_lib.engine.groups import ALONE, Axis
 from replay_lib.engine.sdpa import causal_sdpa
 from replay_lib.engine.tree_attention import Piece, tree_attention
 
@@ -28,6 +29,8 @@ class Rows:
     positions, ``scatter [N]`` packed to padded ones, and ``real [B * S, 1, 1]`` is 1 on positions
     that are not padding; all are None where rows are taken one by one. ``pieces`` are those of
     the trees where rows are merged: then ``positions`` are places in a path, and nothing is padded.
+    ``context`` has more than one rank where each has a part of the tokens: ``positions`` are then
+    those of this part, and the rest is of all N tokens.
     """
 
     starts: tuple[int, ...]
@@ -37,6 +40,7 @@ class Rows:
     scatter: Tensor | None = None
     real: Tensor | None = None
     pieces: tuple[Piece, ...] = ()
+    context: Axis = ALONE
 
     @property
     def longest(self) -> int:

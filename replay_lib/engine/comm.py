@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+
+from replay_lib.engine.groups import Groups
 
 
 @dataclass(frozen=True)
@@ -18,19 +19,19 @@ class Comm:
     rank: int
     world: int
     device: torch.device
-
-    def reduce(self, tensor: Tensor) -> None:
-        """Sum ``tensor`` over ranks, in place."""
-        if self.world > 1:
-            dist.all_reduce(tensor)
+    groups: Groups = field(default_factory=Groups)
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """Sums over ranks, in float64."""
+        """Sums over all ranks, in float64."""
         if self.world == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor)
         return [float(x) for x in tensor.tolist()]
+
+    def sums_of_batches(self, values: Sequence[float]) -> list[float]:
+        """Sums of what every rank knows about its batches; ranks that share batches count once."""
+        return self.sums([float(v) if self.groups.speaks else 0.0 for v in values])
 
     def gather(self, value: Any) -> list[Any]:
         """Plain values of every rank, in rank order, on every rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from replay_lib.engine.layout import Layout
@@ -74,3 +75,34 @@ def refuse_other_drops(
                 "Each part drops its own tokens, so the replay would be another step.",
             )
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """How many elements a model has: experts are shared out over other ranks than the rest."""
+
+    dense: int
+    experts: int
+
+
+def needed_bytes(
+    parameters: Parameters,
+    layout: Layout,
+    *,
+    bytes_each: int,
+    tokens: int,
+    vocab: int,
+    layers: int,
+    hidden: int,
+) -> int:
+    """A lower estimate of what one replay needs on each rank, in bytes.
+
+    Weights in their dtype and two float32 gradients (the baseline's and one experiment's); three
+    float32 copies of the logits; about 34 hidden-sized float32 activations a layer and token
+    (Korthikanti et al. 2022, table 2, without recompute and dropout masks). The layout divides
+    matrices by tp, experts by ep, layers by pp, and tokens by tp and cp.
+    """
+    own = parameters.dense // layout.tp + parameters.experts // layout.ep
+    weights = own // layout.pp * (bytes_each + 8)
+    logits = 3 * 4 * tokens * vocab // layout.shards
+    return weights + logits + 34 * 4 * layers // layout.pp * tokens * hidden // layout.shards

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from replay_lib.engine.comm import Comm
+from replay_lib.engine.groups import Groups
+from replay_lib.engine.sharing import ordered_parameters, sum_over_ranks
 
 #: Words of the digest's multiplier table; gradients are hashed in blocks of this many pairs.
 _BLOCK = 1 << 20
@@ -40,8 +44,9 @@ class GradientBuffers:
 class GradientCollector:
     """Moves each parameter's gradient into the buffers that are current, as soon as it is ready."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.parameters = dict(module.named_parameters())
+    def __init__(self, module: nn.Module, groups: Groups | None = None) -> None:
+        self.groups = groups or Groups()
+        self.parameters = ordered_parameters(module, self.groups)
         self.current: GradientBuffers | None = None
         for name, parameter in self.parameters.items():
             parameter.register_post_accumulate_grad_hook(self._hook(name))
@@ -58,6 +63,10 @@ class GradientCollector:
         """Zeroed buffers for one experiment."""
         return GradientBuffers(self.parameters)
 
+    def sum_over_ranks(self, buffers: GradientBuffers) -> None:
+        """Sum a finished gradient over the ranks that share parameters, in place."""
+        sum_over_ranks(buffers.flat, buffers.views, self.parameters, self.groups)
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -69,23 +78,39 @@ class Measured:
     nonfinite: tuple[str, ...]
 
 
-def measure(buffers: GradientBuffers, names: Mapping[str, str]) -> Measured:
+def measure(
+    buffers: GradientBuffers,
+    names: Mapping[str, str],
+    comm: Comm | None = None,
+    counted: Collection[str] | None = None,
+) -> Measured:
     """Measure a finished gradient; ``names`` maps module names to the names that are reported.
 
     Each parameter counts once: tied weights are one parameter, experts are separate rows of one.
+    With several ranks (``comm``) each gives the parameters that it has ``counted``, every rank gets
+    the figures of the whole gradient, and the digest is that of all ranks' digests in order: equal
+    for bit-equal gradients on one layout.
     """
     # one fused kernel: a float64 copy of each gradient would cost five times its own size
     each = torch._foreach_norm(list(buffers.views.values()), dtype=torch.float64)
     squares = torch.stack(each).square().tolist()
+    mine = [
+        (names.get(own, own), square)
+        for own, square in zip(buffers.views, squares, strict=True)
+        if counted is None or own in counted
+    ]
+    print_of_all = digest(buffers)
+    if comm is not None and comm.world > 1:
+        told = comm.gather((mine, print_of_all))
+        mine = [pair for pairs, _ in told for pair in pairs]
+        print_of_all = hashlib.sha256(",".join(d for _, d in told).encode()).hexdigest()
     by_name: dict[str, float] = {}
-    for own, square in zip(buffers.views, squares, strict=True):
-        shown = names.get(own, own)
+    for shown, square in mine:
         by_name[shown] = by_name.get(shown, 0.0) + square
     norms = {name: square**0.5 for name, square in by_name.items()}
     bad = tuple(name for name, norm in norms.items() if not norm < float("inf"))
-    return Measured(
-        norm=sum(squares) ** 0.5, param_norms=norms, digest=digest(buffers), nonfinite=bad
-    )
+    total = sum(square for _, square in mine)
+    return Measured(norm=total**0.5, param_norms=norms, digest=print_of_all, nonfinite=bad)
 
 
 def digest(buffers: GradientBuffers) -> str:

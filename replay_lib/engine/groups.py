@@ -25,6 +25,10 @@ class Axis:
         return dist.get_global_rank(self.group, rank)
 
 
+#: The axis of a replay that is not split along it.
+ALONE = Axis()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Groups:
     """Where this process stands.
@@ -35,14 +39,14 @@ class Groups:
     """
 
     layout: Layout = ONE_RANK
-    tp: Axis = Axis()
-    pp: Axis = Axis()
-    cp: Axis = Axis()
-    dp: Axis = Axis()
-    ep: Axis = Axis()
-    dense: Axis = Axis()
-    experts: Axis = Axis()
-    embedding: Axis = Axis()
+    tp: Axis = ALONE
+    pp: Axis = ALONE
+    cp: Axis = ALONE
+    dp: Axis = ALONE
+    ep: Axis = ALONE
+    dense: Axis = ALONE
+    experts: Axis = ALONE
+    embedding: Axis = ALONE
 
     @property
     def first_stage(self) -> bool:
@@ -101,5 +105,5 @@ def init_groups(layout: Layout = ONE_RANK) -> Groups:
 def _axis(group: Any) -> Axis:
     """Megatron gives None, or a group without this rank, where the rank is not on the axis."""
     if group is None or dist.get_rank(group) < 0:
-        return Axis()
+        return ALONE
     return Axis(group, dist.get_rank(group), dist.get_world_size(group))

@@ -16,11 +16,13 @@ from torch import Tensor
 from replay_lib.batch import RankBatch
 from replay_lib.engine.attention import Rows, rows_of
 from replay_lib.engine.model import LiveModel
+from replay_lib.engine.parts import WHOLE, Part
 from replay_lib.engine.routes import PackedRoutes
 from replay_lib.engine.trees import (
     PADDING,
     Packing,
     TreeRow,
+    lengthened,
     pack_merged,
     pack_paths,
     row_routes,
@@ -29,9 +31,6 @@ from replay_lib.engine.trees import (
 from replay_lib.errors import BatchError, fault
 from replay_lib.packing import Packed, pack
 from replay_lib.routing import check_routes, compose_padding, expand_routes
-
-#: The trainer pads the packed total to this multiple (FP8 kernels want it; AXRL always does it).
-ALIGN = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,22 +52,33 @@ class RankInput:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """One micro-batch as the model reads it, on the model's device."""
+    """One micro-batch as the model reads it, on the model's device.
+
+    A rank may have a part of the packed tokens and of the layers (``part``): ``tokens`` and
+    ``labels`` are the n that its model reads, ``experts`` those that its routers are asked for.
+    The rest is of the whole micro-batch.
+    """
 
     rank: int  # position in the list of replayed ranks
-    rows: tuple[int, ...]  # rows of that rank's batch
-    tokens: Tensor  # int64 [1, N]
-    labels: Tensor  # int64 [N]
+    rows: tuple[int, ...]  # rows of that rank's batch; none in an idle step
+    tokens: Tensor  # int64 [1, n]
+    labels: Tensor  # int64 [n]
     attention_mask: Tensor  # bool [B, T]
     place: Tensor  # int64 [B * T], position of each token among the packed ones (0 off the mask)
     layout: Rows
     experts: Tensor | None  # int16 [L, N, K], saved experts of the MoE layers
     origin: Tensor | None = None  # of merged rows: int64 [N] into [B * T], PADDING; on the CPU
+    part: Part = WHOLE
 
     @property
     def size(self) -> int:
-        """N, packed tokens."""
+        """n, packed tokens that this rank's model reads."""
         return int(self.tokens.shape[1])
+
+    @property
+    def idle(self) -> bool:
+        """Whether this is a step that adds nothing, taken only because other ranks take one."""
+        return not self.rows
 
 
 def rank_input(
@@ -185,28 +195,72 @@ def _moe_routes(
 
 
 def micro_batches(
-    ranks: Sequence[RankInput], device: torch.device, *, unmerged: bool = False
+    ranks: Sequence[RankInput],
+    device: torch.device,
+    part: Part = WHOLE,
+    *,
+    unmerged: bool = False,
 ) -> list[MicroBatch]:
     """All micro-batches in the trainer's order, rank after rank, packed on ``device``.
 
     ``unmerged`` packs the paths of merged rows, each as a row of its own, instead of their trees.
-    The split stays that of the recorded rows: all paths of one are in its micro-batch.
+    The split stays that of the recorded rows: all paths of one are in its micro-batch. ``part`` is
+    what this rank has of each.
     """
     out: list[MicroBatch] = []
     for position, rank in enumerate(ranks):
         for rows in rank.split:
-            make = _micro_batch if not rank.trees else _path_batch if unmerged else _tree_batch
-            out.append(make(position, rank, rows, device))
+            if rank.trees:
+                packing = _tree_packing(rank, rows, device, part, unmerged=unmerged)
+                whole = _gathered(position, rank, rows, packing)
+            else:
+                whole = _micro_batch(position, rank, rows, device, align=part.align)
+            out.append(own_part(whole, part))
     return out
 
 
+def idle_step(device: torch.device, part: Part) -> MicroBatch:
+    """One row of zero tokens, for a rank that has run out of micro-batches before others."""
+    zeros = torch.zeros(part.align, dtype=torch.int64, device=device)
+    whole = MicroBatch(
+        rank=-1,
+        rows=(),
+        tokens=zeros.unsqueeze(0),
+        labels=zeros,
+        attention_mask=torch.ones(1, part.align, dtype=torch.bool, device=device),
+        place=torch.arange(part.align, device=device),
+        layout=rows_of([0, part.align], device),
+        experts=None,
+    )
+    return own_part(whole, part)
+
+
+def own_part(whole: MicroBatch, part: Part) -> MicroBatch:
+    """What a rank with ``part`` has of the micro-batch ``whole``."""
+    if part is WHOLE:
+        return whole
+    experts = whole.experts
+    if experts is not None:
+        experts = part.routed(experts.permute(1, 0, 2)).permute(1, 0, 2).contiguous()
+    return dataclasses.replace(
+        whole,
+        tokens=part.read(whole.tokens[0]).unsqueeze(0),
+        labels=part.read(whole.labels),
+        layout=dataclasses.replace(
+            whole.layout, positions=part.read(whole.layout.positions), context=part.context
+        ),
+        experts=experts,
+        part=part,
+    )
+
+
 def _micro_batch(
-    position: int, rank: RankInput, rows: tuple[int, ...], device: torch.device
+    position: int, rank: RankInput, rows: tuple[int, ...], device: torch.device, *, align: int
 ) -> MicroBatch:
     batch = rank.batch
     mask = batch.attention_mask[list(rows)]
-    packed = pack(batch.input_ids[list(rows)], mask, align=ALIGN)
-    labels = pack(batch.labels[list(rows)], mask, align=ALIGN)
+    packed = pack(batch.input_ids[list(rows)], mask, align=align)
+    labels = pack(batch.labels[list(rows)], mask, align=align)
     return MicroBatch(
         rank=position,
         rows=rows,
@@ -215,21 +269,17 @@ def _micro_batch(
         attention_mask=mask.to(device),
         place=_places(mask, packed).to(device),
         layout=rows_of([int(x) for x in packed.cu_seqlens.tolist()], device),
-        experts=_packed_experts(rank, rows, device),
+        experts=_packed_experts(rank, rows, device, align=align),
     )
 
 
-def _tree_batch(
-    position: int, rank: RankInput, rows: tuple[int, ...], device: torch.device
-) -> MicroBatch:
-    return _gathered(position, rank, rows, pack_merged(rank.batch, rows, rank.trees, device))
-
-
-def _path_batch(
-    position: int, rank: RankInput, rows: tuple[int, ...], device: torch.device
-) -> MicroBatch:
-    packing = pack_paths(rank.batch, rows, rank.trees, device, align=ALIGN)
-    return _gathered(position, rank, rows, packing)
+def _tree_packing(
+    rank: RankInput, rows: tuple[int, ...], device: torch.device, part: Part, *, unmerged: bool
+) -> Packing:
+    if unmerged:
+        return pack_paths(rank.batch, rows, rank.trees, device, align=part.align)
+    packing = pack_merged(rank.batch, rows, rank.trees, device)
+    return lengthened(packing, part.context.size * part.tensor.size)
 
 
 def _gathered(
@@ -272,7 +322,7 @@ def packed_routes(rank: RankInput, forced_BTL: Tensor | None, micro: MicroBatch)
     values = _packed_forced(rank, forced_BTL[list(micro.rows)], micro)
     return PackedRoutes(
         experts=micro.experts,
-        forced=values.permute(1, 0).contiguous().to(micro.tokens.device),
+        forced=micro.part.routed(values).permute(1, 0).contiguous().to(micro.tokens.device),
     )
 
 
@@ -283,17 +333,19 @@ def _packed_forced(rank: RankInput, forced_BTL: Tensor, micro: MicroBatch) -> Te
         values = forced_BTL.flatten(0, 1)[micro.origin.clamp(min=0)]
         values[padding] = values[~padding].all(dim=0)
         return values
-    forced = pack(forced_BTL, rank.batch.attention_mask[list(micro.rows)], align=ALIGN)
+    forced = pack(forced_BTL, rank.batch.attention_mask[list(micro.rows)], align=micro.part.align)
     tail = _tail(forced)
     forced.values[tail:] = forced.values[:tail].all(dim=0)
     return forced.values
 
 
-def _packed_experts(rank: RankInput, rows: Sequence[int], device: torch.device) -> Tensor | None:
+def _packed_experts(
+    rank: RankInput, rows: Sequence[int], device: torch.device, *, align: int
+) -> Tensor | None:
     """Saved experts ``[L, N, K]`` of a micro-batch: the same whatever is forced."""
     if rank.routes_BTLK is None:
         return None
-    packed = pack(rank.routes_BTLK[list(rows)], rank.batch.attention_mask[list(rows)], align=ALIGN)
+    packed = pack(rank.routes_BTLK[list(rows)], rank.batch.attention_mask[list(rows)], align=align)
     values = packed.values
     values[_tail(packed) :] = torch.arange(values.shape[-1], dtype=values.dtype)
     return values.permute(1, 0, 2).contiguous().to(device)

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from replay_lib.engine.attention import packed_attention
+from replay_lib.engine.attention_ranks import context_attention
 
 Config = Any  # megatron's TransformerConfig; megatron-core ships no types for mypy
 
@@ -97,7 +98,9 @@ class TorchAttention(MegatronModule):
         **_megatron: Any,
     ) -> Tensor:
         """Attend ``query [N, A, D]`` to ``key, value [N, G, D]``; returns ``[N, A * D]``."""
-        out = packed_attention(query, key, value, packed_seq_params.rows, self.scale)
+        rows = packed_seq_params.rows
+        attend = packed_attention if rows.context.size == 1 else context_attention
+        out = attend(query, key, value, rows, self.scale)
         return out.reshape(out.shape[0], -1)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from replay_lib.errors import UsageError
 from replay_lib.snapshot.model import Parallel
 
+AUTO = "auto"  # the word that leaves the choice to the engine
 SYNTAX = "sizes as in tp=2 or ep=2,dp=2 (tp, pp, cp, ep, dp)"
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from replay_lib.batch import RankBatch
+from replay_lib.engine.auxiliary import auxiliary_scale
 from replay_lib.engine.comm import Comm
 from replay_lib.engine.effective import (
     difference_notes,
@@ -20,20 +22,38 @@ from replay_lib.engine.effective import (
     refuse_another_step,
     what_ran,
 )
+from replay_lib.engine.fitting import (
+    Parameters,
+    needed_bytes,
+    refuse_idle_ranks,
+    refuse_other_drops,
+    refuse_what_cannot_be_split,
+)
 from replay_lib.engine.gradients import GradientCollector
-from replay_lib.engine.inputs import has_routes, micro_batches, rank_input
+from replay_lib.engine.groups import init_groups
+from replay_lib.engine.inputs import (
+    MicroBatch,
+    RankInput,
+    has_routes,
+    idle_step,
+    micro_batches,
+    rank_input,
+)
+from replay_lib.engine.layout import Layout, same_as_recorded
 from replay_lib.engine.live import live_values
-from replay_lib.engine.memory import needed_bytes, refuse_what_cannot_fit
-from replay_lib.engine.model import build_model
+from replay_lib.engine.memory import refuse_what_cannot_fit
+from replay_lib.engine.model import LiveModel, build_model
 from replay_lib.engine.model_config import ModelConfig, model_config
+from replay_lib.engine.parts import part_of
 from replay_lib.engine.protocol import Difference, Fidelity, Frozen, SessionInfo
 from replay_lib.engine.routes import attach
+from replay_lib.engine.sharing import counted_here
 from replay_lib.engine.step import Loaded
 from replay_lib.engine.tree_notes import rows_notes
 from replay_lib.engine.trees import check_rows_option
 from replay_lib.engine.versions import versions
 from replay_lib.engine.weights import NOT_MODEL, canonical_names, load_weights, vocab_rows
-from replay_lib.errors import BatchError, UnsupportedModelError, UsageError
+from replay_lib.errors import UnsupportedModelError, UsageError
 from replay_lib.layout import RUN_CONFIG
 from replay_lib.microbatch import split_ranks
 from replay_lib.snapshot import (
@@ -54,6 +74,7 @@ class OpenRequest(Frozen):
 
     ``rows``: recorded (rows that are prefix trees as the trainer packed them), merged (the same,
     but refused where no row is one) or unmerged (one row a path).
+    ``layout`` holds the sizes of a :class:`Layout`, 1 where an axis is not named.
     """
 
     snapshot: str
@@ -61,6 +82,7 @@ class OpenRequest(Frozen):
     dp_ranks: tuple[int, ...] | None = None
     rows: Literal["recorded", "merged", "unmerged"] = "recorded"
     deterministic: bool = True
+    layout: dict[str, int] = Field(default_factory=dict)
     mitigations: tuple[str, ...] = ()
     trainer: str = GRPO
     python_path: tuple[str, ...] = ()
@@ -81,7 +103,11 @@ class Stopwatch:
 
 
 def load(request: OpenRequest, comm: Comm, watch: Stopwatch) -> tuple[Loaded, SessionInfo]:
-    """Load what ``request`` names onto this process's device."""
+    """Load what ``request`` names onto this process's device.
+
+    With several ranks each loads its shard of the model and its own part of the batches; what the
+    layout cannot do is refused before that, on every rank alike.
+    """
     snapshot = open_snapshot(Path(request.snapshot))
     _refuse_unsupported_run(snapshot)
     ran = what_ran(snapshot.worker, snapshot.parallel, load_model_fields(snapshot))
@@ -89,26 +115,32 @@ def load(request: OpenRequest, comm: Comm, watch: Stopwatch) -> tuple[Loaded, Se
     with _refused_by_megatron(snapshot):
         config = model_config(fields, request.precision)
     dp_ranks = _dp_ranks(snapshot, request.dp_ranks)
+    layout = Layout(**request.layout)
+    index = SafeReader(snapshot.path).read_metadata()
+    vocab = vocab_rows(index, snapshot.path)
+    refuse_idle_ranks(layout, len(dp_ranks), snapshot.path)
+    refuse_what_cannot_be_split(layout, config, vocab)
+    refuse_other_drops(layout, config, snapshot.parallel, snapshot.path)
     settings = load_settings(snapshot)
     trainer = load_trainer(request.trainer, read_trainer_config(snapshot))
     batches = {r: load_batch(snapshot, r) for r in range(snapshot.parallel.dp)}
     check_rows_option(request.rows, list(batches.values()), snapshot.path)
     splits = _splits(snapshot, [batches[r] for r in sorted(batches)], fields)
     watch.lap("snapshot")
-    index = SafeReader(snapshot.path).read_metadata()
-    vocab = vocab_rows(index, snapshot.path)
-    _check_memory(index, config, vocab, snapshot, comm.device)
+    _check_memory(index, config, snapshot, layout, comm.device)
+    comm = replace(comm, groups=init_groups(layout))
     replay = snapshot.worker.enable_routing_replay and any(config.moe_layers)
     with _refused_by_megatron(snapshot):
-        model = build_model(config, vocab=vocab, replay=replay, device=comm.device)
+        model = build_model(
+            config, vocab=vocab, replay=replay, device=comm.device, groups=comm.groups
+        )
     differences = effective_differences(fields, live_values(model))
     refuse_another_step(differences, allowed=_asked_for(request, replay))
     if replay:
         attach(model)
     watch.lap("model")
-    names = canonical_names(load_weights(model.module, snapshot.path))
+    pieces = load_weights(model.module, snapshot.path, comm.gather)
     watch.lap("weights")
-    mine = dp_ranks[comm.rank :: comm.world]
     ranks = [
         rank_input(
             batches[r],
@@ -117,20 +149,23 @@ def load(request: OpenRequest, comm: Comm, watch: Stopwatch) -> tuple[Loaded, Se
             replay=replay,
             loss_tokens_only=snapshot.worker.replay_routing_for_loss_tokens_only,
         )
-        for r in mine
+        for r in dp_ranks[comm.groups.dp.rank :: layout.dp]
     ]
-    merged = any(rank.trees for rank in ranks)
+    merged = any(comm.gather(any(rank.trees for rank in ranks)))
     loaded = Loaded(
         model=model,
-        collector=GradientCollector(model.module),
-        names=names,
+        collector=GradientCollector(model.module, comm.groups),
+        names=canonical_names(pieces),
         ranks=tuple(ranks),
-        micro=tuple(micro_batches(ranks, comm.device)),
+        micro=tuple(_micro_batches(ranks, model, comm)),
         settings=settings,
         comm=comm,
         trainer=trainer,
-        unmerged=tuple(micro_batches(ranks, comm.device, unmerged=True)) if merged else (),
+        unmerged=tuple(_micro_batches(ranks, model, comm, unmerged=True)) if merged else (),
         rows="unmerged" if request.rows == "unmerged" else "merged",
+        pieces=tuple(pieces),
+        counted=counted_here(model),
+        auxiliary=auxiliary_scale(layout, snapshot.parallel),
     )
     watch.lap("batches")
     return loaded, _info(
@@ -162,6 +197,18 @@ def _route_notes(snapshot: Snapshot, loaded: Loaded, config: ModelConfig) -> tup
         f"the run had routing replay on, but the batches of dp ranks {without} hold no routes: "
         "their routers chose for themselves, as the trainer's did",
     )
+
+
+def _micro_batches(
+    ranks: Sequence[RankInput], model: LiveModel, comm: Comm, *, unmerged: bool = False
+) -> list[MicroBatch]:
+    """This rank's micro-batches, as many as on any rank: sharing experts takes all of them."""
+    part = part_of(model)
+    micro = micro_batches(ranks, comm.device, part, unmerged=unmerged)
+    if comm.groups.ep.size > 1:
+        idle = max(comm.gather(len(micro))) - len(micro)
+        micro += [idle_step(comm.device, part)] * idle
+    return micro
 
 
 @contextlib.contextmanager
@@ -220,32 +267,31 @@ def _splits(
 
 
 def _check_memory(
-    index: Metadata, config: ModelConfig, vocab: int, snapshot: Snapshot, device: torch.device
+    index: Metadata, config: ModelConfig, snapshot: Snapshot, layout: Layout, device: torch.device
 ) -> None:
-    parameters = sum(
-        entry.size.numel()
+    sizes = {
+        key: entry.size.numel()
         for key, entry in index.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata) and not key.startswith(NOT_MODEL)
-    )
+    }
+    experts = sum(n for key, n in sizes.items() if ".experts." in key and "shared" not in key)
     needed = needed_bytes(
-        parameters,
+        Parameters(dense=sum(sizes.values()) - experts, experts=experts),
+        layout,
         bytes_each=getattr(torch, config.dtype).itemsize,
         tokens=snapshot.worker.train_micro_batch_size * max(snapshot.worker.seq_length, 1),
-        vocab=vocab,
+        vocab=vocab_rows(index, snapshot.path),
         layers=int(config.transformer["num_layers"]),
         hidden=int(config.transformer["hidden_size"]),
     )
-    refuse_what_cannot_fit(needed, device)
+    refuse_what_cannot_fit(needed, device, layout)
 
 
-def _fidelity(snapshot: Snapshot, dp_ranks: tuple[int, ...], world: int) -> Fidelity:
+def _fidelity(snapshot: Snapshot, dp_ranks: tuple[int, ...], layout: Layout) -> Fidelity:
     """Decided here and nowhere else: which ranks' batches, on which layout."""
-    parallel = snapshot.parallel
-    if len(dp_ranks) < parallel.dp:
+    if len(dp_ranks) < snapshot.parallel.dp:
         return "reduced"
-    sharded = (parallel.tp, parallel.pp, parallel.cp, parallel.ep, parallel.etp)
-    same = world == parallel.dp and all(size == 1 for size in sharded)
-    return "full" if same else "folded"
+    return "full" if same_as_recorded(layout, snapshot.parallel) else "folded"
 
 
 def _info(
@@ -258,20 +304,20 @@ def _info(
     seconds: dict[str, float],
     differences: tuple[Difference, ...],
 ) -> SessionInfo:
-    if not loaded.ranks:
-        raise BatchError("more replaying ranks than data-parallel ranks to replay")
-    world = loaded.comm.world
+    layout = loaded.comm.groups.layout
+    counted = loaded.counted or frozenset()
+    own = sum(p.numel() for n, p in loaded.collector.parameters.items() if n in counted)
     return SessionInfo(
         snapshot=str(snapshot.path),
         step=snapshot.step,
-        fidelity=_fidelity(snapshot, dp_ranks, world),
+        fidelity=_fidelity(snapshot, dp_ranks, layout),
         dp_ranks=dp_ranks,
         dp_recorded=snapshot.parallel.dp,
-        layout={"dp": world, "tp": 1, "pp": 1, "cp": 1, "ep": 1},
+        layout=layout.sizes,
         device=device_name(loaded.comm.device),
         dtype=config.dtype,
         deterministic=deterministic,
-        parameters=sum(p.numel() for p in loaded.collector.parameters.values()),
+        parameters=int(loaded.comm.sums([own])[0]),
         versions=versions(),
         seconds=seconds,
         differences=differences,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import psutil
 import torch
 
+from replay_lib.engine.layout import ONE_RANK, Layout
 from replay_lib.engine.step import Loaded
 from replay_lib.errors import EngineError
 
@@ -21,34 +22,25 @@ def free_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def needed_bytes(
-    parameters: int, *, bytes_each: int, tokens: int, vocab: int, layers: int, hidden: int
-) -> int:
-    """A lower estimate of what one replay needs, in bytes.
+def refuse_what_cannot_fit(needed: int, device: torch.device, layout: Layout = ONE_RANK) -> None:
+    """Raise EngineError where ``needed`` bytes a rank are more than ``device`` has free.
 
-    Weights in their dtype and two float32 gradients (the baseline's and one experiment's); three
-    float32 copies of the logits; about 34 hidden-sized float32 activations a layer and token
-    (Korthikanti et al. 2022, table 2, without recompute and dropout masks).
+    Ranks on a CPU share its memory.
     """
-    weights = parameters * (bytes_each + 8)
-    logits = 3 * 4 * tokens * vocab
-    return weights + logits + 34 * 4 * layers * tokens * hidden
-
-
-def refuse_what_cannot_fit(needed: int, device: torch.device) -> None:
-    """Raise EngineError where ``needed`` bytes are more than ``device`` has free."""
+    if device.type == "cpu":
+        needed *= layout.ranks
     free = free_bytes(device)
     if needed > free:
         raise EngineError(
             f"the replay needs about {needed / 2**30:.1f} GiB on {device}, {free / 2**30:.1f} GiB "
-            "are free; nothing was loaded. Use a larger device, or replay fewer data-parallel "
-            "ranks with --dp-ranks (a diagnostic, not full-fidelity)."
+            "are free; nothing was loaded. Use a larger device or more devices (--layout), or "
+            "replay fewer data-parallel ranks with --dp-ranks (a diagnostic, not full-fidelity)."
         )
 
 
 def group_size(loaded: Loaded) -> int:
-    """How many experiments may share one forward, at least 1."""
+    """How many experiments may share one forward, at least 1; the same on every rank."""
     parameters = sum(p.numel() for p in loaded.collector.parameters.values())
     fits = int(GROUP_SHARE * free_bytes(loaded.model.device) / (4 * max(parameters, 1)))
     # A patch of the forward replays twice (stored and carried), hence the halving.
-    return max(1, min(LARGEST_GROUP, fits // 2))
+    return int(max(1, min(LARGEST_GROUP, *loaded.comm.gather(fits // 2))))

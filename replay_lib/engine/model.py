@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from replay_lib.engine.groups import Groups, init_groups
+from replay_lib.engine.groups import Groups
 from replay_lib.engine.layout import ONE_RANK, Layout
 from replay_lib.engine.model_config import OWN_SETTINGS, ModelConfig
 from replay_lib.engine.rotary import PackedRotary
-
-__all__ = ["LiveModel", "build_model", "init_groups", "transformer_config"]
 
 
 @dataclass
@@ -38,14 +36,20 @@ class LiveModel:
     moe_numbers: tuple[int, ...] = ()
     groups: Groups = field(default_factory=Groups)
     first_layer: int = 0  # number of this stage's first layer
+    tied_copy: bool = False  # whether the output layer is the embedding's copy, on the last stage
 
     def parameters(self) -> dict[str, Tensor]:
-        """This rank's trainable parameters by Megatron's module name, layers counted from the
-        whole model's first."""
+        """This rank's trainable parameters by their module names in the whole model.
+
+        Layers count from the whole model's first, and the last pipeline stage's copy of a tied
+        embedding has the embedding's name.
+        """
         return {self.whole_name(name): p for name, p in self.module.named_parameters()}
 
     def whole_name(self, name: str) -> str:
         """A module name of this pipeline stage as it would be in the whole model."""
+        if name == "output_layer.weight" and self.tied_copy:
+            return "embedding.word_embeddings.weight"
         head = "decoder.layers."
         if not (self.first_layer and name.startswith(head)):
             return name
@@ -64,9 +68,9 @@ def build_model(
     """This rank's shard of an uninitialised GPTModel of ``vocab`` rows, in training mode.
 
     ``replay`` attaches Megatron's RouterReplay to every router. ``groups`` is what
-    :func:`init_groups` gave (None: one rank); the layout has to fit the model
-    (:func:`replay_lib.engine.fitting.refuse_what_cannot_be_split`). Parameters hold garbage until
-    weights are loaded; nothing else may read them before.
+    :func:`replay_lib.engine.groups.init_groups` gave (None: one rank); the layout has to fit the
+    model (:func:`replay_lib.engine.fitting.refuse_what_cannot_be_split`). Parameters hold garbage
+    until weights are loaded; nothing else may read them before.
     """
     from megatron.core.models.gpt import GPTModel
 
@@ -113,6 +117,7 @@ def build_model(
         moe_numbers=tuple(range(before, before + len(moe))),
         groups=groups,
         first_layer=first,
+        tied_copy=module.share_embeddings_and_output_weights and not groups.first_stage,
     )
 
 

@@ -22,6 +22,10 @@ from types import TracebackType
 from typing import Any
 
 from replay_lib import errors
+from replay_lib.engine.auto_layout import resolve_layout
+from replay_lib.engine.endings import log_end, named_error, why_it_ended
+from replay_lib.engine.layout import AUTO, Layout
+from replay_lib.engine.machine import has_cuda
 from replay_lib.engine.protocol import Experiment, Outcome, SessionInfo
 from replay_lib.errors import EngineError, SpikeReplayError
 from replay_lib.trainers.names import GRPO, check_name
@@ -31,6 +35,9 @@ WORKER = "replay_lib.engine.worker"
 START_TIMEOUT_S = 600.0
 #: The longest silence allowed while experiments run; progress is told after every group.
 SILENCE_TIMEOUT_S = 1800.0
+
+#: After a rank has failed torchrun ends the others (30 s for those that do not listen) and reports.
+REPORT_TIMEOUT_S = 45.0
 
 
 class ReplaySession:
@@ -56,7 +63,7 @@ class ReplaySession:
         precision: str = "recorded",
         dp_ranks: Sequence[int] | None = None,
         rows: str = "recorded",
-        ranks: int = 1,
+        layout: Layout | str = AUTO,
         deterministic: bool = True,
         mitigations: Sequence[Path | str] = (),
         trainer: str = GRPO,
@@ -69,12 +76,15 @@ class ReplaySession:
         ``device``: cpu, cuda, or auto (cuda where a driver is found). ``precision``: recorded,
         float32 or bfloat16. ``dp_ranks``: a part of the recorded data-parallel ranks (a
         diagnostic, fidelity ``reduced``). ``rows``: how rows that are prefix trees are packed
-        (recorded, merged or unmerged). ``ranks``: processes, each taking its share of the
-        data-parallel ranks. ``mitigations``: directories beside the built-in one. ``trainer``:
-        whose loss is replayed, grpo, axrl or module:factory; the worker alone imports it. Raises
-        the error that the worker met, or EngineError.
+        (recorded, merged or unmerged). ``layout``: how many processes, and along which axes they
+        split model and batches; a text such as ``tp=2`` is read, and auto chooses (see
+        ``engine/auto_layout.py``). ``mitigations``: directories beside the built-in one.
+        ``trainer``: whose loss is replayed, grpo, axrl or module:factory; the worker alone imports
+        it. Raises the error that the worker met, or EngineError.
         """
         check_name(trainer)
+        on = _resolve_device(device)
+        chosen = resolve_layout(layout, Path(snapshot).resolve(), on, precision, dp_ranks)
         request = {
             "op": "open",
             "snapshot": str(Path(snapshot).resolve()),
@@ -82,14 +92,15 @@ class ReplaySession:
             "dp_ranks": None if dp_ranks is None else list(dp_ranks),
             "rows": rows,
             "deterministic": deterministic,
+            "layout": chosen.sizes,
             "mitigations": [str(Path(m).resolve()) for m in mitigations],
             "trainer": trainer,
             "python_path": [p or str(Path.cwd()) for p in sys.path],
         }
         return cls.start(
             request,
-            device=_resolve_device(device),
-            ranks=ranks,
+            device=on,
+            ranks=chosen.ranks,
             start_timeout_s=start_timeout_s,
             silence_timeout_s=silence_timeout_s,
             worker_module=worker_module,
@@ -203,22 +214,6 @@ class ReplaySession:
         self.close()
 
 
-def cuda_devices() -> int:
-    """NVIDIA devices that a worker would see; asks the driver's device files, imports no torch."""
-    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return present
-    return min(
-        present, len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
-    )
-
-
-def has_cuda() -> bool:
-    """Whether a worker would see an NVIDIA device."""
-    return cuda_devices() > 0
-
-
 def _resolve_device(device: str) -> str:
     if device == "auto":
         return "cuda" if has_cuda() else "cpu"
@@ -262,7 +257,8 @@ class _Worker:
         try:
             self._connected(START_TIMEOUT_S).sendall(json.dumps(message).encode() + b"\n")
         except OSError as error:
-            raise EngineError(f"the worker is gone ({error}).{self._log_end()}") from error
+            gone = EngineError(f"the worker is gone ({error}).{self._log_end()}")
+            raise self._why() or gone from error
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
         """The next event; an ``error`` event is raised as the error it names."""
@@ -273,15 +269,14 @@ class _Worker:
         return reply
 
     def _named(self, reply: dict[str, Any]) -> SpikeReplayError:
-        """The error that ended a request: where the job ended too, the first that a rank met."""
-        first = reply if reply["answered"] else self._first_error() or reply
-        return _error_named(first["code"])(first["message"])
+        """The error that ended a request: where the job ended too, what ended the job."""
+        return named_error(reply) if reply["answered"] else self._why() or named_error(reply)
 
-    def _first_error(self) -> dict[str, Any] | None:
-        """What the first failing rank wrote; other ranks only tell that a peer is gone."""
-        self._reap()
-        told = sorted(self.home.glob("error_rank*.json"), key=lambda f: f.stat().st_mtime_ns)
-        return json.loads(told[0].read_text()) if told else None
+    def _why(self) -> SpikeReplayError | None:
+        """What ended the job, once torchrun has made its report."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=REPORT_TIMEOUT_S)
+        return why_it_ended(self.home)
 
     def _connected(self, timeout_s: float) -> socket.socket:
         deadline = time.monotonic() + timeout_s
@@ -310,10 +305,7 @@ class _Worker:
         return line
 
     def _ended(self) -> SpikeReplayError:
-        told = self._first_error()
-        if told:
-            return _error_named(told["code"])(told["message"])
-        return EngineError(f"the worker ended unexpectedly.{self._log_end()}")
+        return self._why() or EngineError(f"the worker ended unexpectedly.{self._log_end()}")
 
     def _check(self, deadline: float, timeout_s: float) -> None:
         if self.process.poll() is not None and self.connection is None:
@@ -326,10 +318,6 @@ class _Worker:
             raise EngineError(
                 f"the worker said nothing for {timeout_s:.0f} s and was ended.{self._log_end()}"
             )
-
-    def _reap(self) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=15)
 
     def _kill(self) -> None:
         """End torchrun and its ranks, which it starts in process groups of their own."""
@@ -346,15 +334,8 @@ class _Worker:
         self.process.wait()
         psutil.wait_procs(ranks, timeout=10)  # memory is free only when they are gone
 
-    def _log_end(self, lines: int = 30) -> str:
-        log = self.home / "log"
-        if not log.exists():
-            return ""
-        told = log.read_text(errors="replace").splitlines()
-        # torchrun closes with a long report of its own; what the worker said stands before it
-        own = next((i for i, line in enumerate(told) if "failed (exitcode" in line), len(told))
-        last = told[:own][-lines:]
-        return "\nEnd of its log:\n  " + "\n  ".join(last) if last else ""
+    def _log_end(self) -> str:
+        return log_end(self.home)
 
     def stop(self) -> None:
         """Ask the worker to end, wait a little, then end it; removes its files."""
@@ -383,13 +364,3 @@ def _environment(device: str, home: Path) -> dict[str, str]:
     if device == "cpu":
         env["CUDA_VISIBLE_DEVICES"] = ""
     return env
-
-
-def _error_named(code: str) -> type[SpikeReplayError]:
-    return next((k for k in _subclasses(SpikeReplayError) if k.code == code), EngineError)
-
-
-def _subclasses(kind: type[SpikeReplayError]) -> Iterator[type[SpikeReplayError]]:
-    for child in kind.__subclasses__():
-        yield child
-        yield from _subclasses(child)

@@ -61,6 +61,8 @@ def _install_cuda_stand_ins() -> None:
     _replace(torch.cuda, "stream", _null_fork)
     # Process-group set-up and the dispatcher wait for a device that is not there.
     _replace(torch.cuda, "synchronize", lambda *_a: None)
+    # The last pipeline stage moves its copy of a tied embedding to the device when it is built.
+    _replace(torch.Tensor, "cuda", lambda tensor, *_a, **_k: tensor)
     rng = importlib.import_module("megatron.core.tensor_parallel.random")
     # The tracker forks CUDA generators around dropout and initialisation; the replay uses neither.
     _replace(rng.CudaRNGStatesTracker, "fork", _null_fork)

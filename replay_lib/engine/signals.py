@@ -59,7 +59,7 @@ def retained(reference: Signals, signals: Signals, comm: Comm) -> Retained:
         pairs = list(zip(getattr(reference, kind), getattr(signals, kind), strict=True))
         kept = sum(float(torch.minimum(c.abs(), d.abs()).double().sum()) for c, d in pairs)
         sums += [kept, sum(float(c.abs().double().sum()) for c, _ in pairs)]
-    sums = comm.sums(sums)
+    sums = comm.sums_of_batches(sums)
     shares = [
         kept / whole if whole > 0 else float("nan")
         for kept, whole in zip(sums[::2], sums[1::2], strict=True)

@@ -17,12 +17,14 @@ from torch import Tensor
 
 from replay_lib.batch import RankBatch
 from replay_lib.engine.apply import Patched, patched_model
+from replay_lib.engine.auxiliary import auxiliary_losses
 from replay_lib.engine.comm import Comm
-from replay_lib.engine.forward import Forward, forward
+from replay_lib.engine.forward import Forward, backward, forward
 from replay_lib.engine.gradients import GradientBuffers, GradientCollector, Measured, measure
 from replay_lib.engine.inputs import MicroBatch, RankInput, packed_routes
 from replay_lib.engine.model import LiveModel
 from replay_lib.engine.signals import Signals, first_nonfinite, loss_note
+from replay_lib.engine.weights import Slice
 from replay_lib.errors import PatchError
 from replay_lib.loss import GrpoSettings
 from replay_lib.patch import Seam
@@ -47,6 +49,9 @@ class Loaded:
     trainer: LoadedTrainer = BUILT_IN
     unmerged: tuple[MicroBatch, ...] = ()
     rows: str = "merged"
+    pieces: tuple[Slice, ...] = ()  # where this rank's parameters lie in the whole ones
+    counted: frozenset[str] | None = None  # parameters that this rank counts; None: all
+    auxiliary: float = 1.0  # factor of auxiliary losses, see auxiliary_scale
 
     def micro_batches(self, rows: str) -> tuple[MicroBatch, ...]:
         """Micro-batches with merged rows packed as ``rows`` says."""
@@ -123,18 +128,23 @@ def run_variants(
 
 def _one_micro_batch(loaded: Loaded, micro: MicroBatch, variants: Sequence[Variant]) -> None:
     first = variants[0].patched
-    routes = packed_routes(loaded.ranks[micro.rank], first.forced[micro.rank], micro)
+    routes = None
+    if not micro.idle:
+        routes = packed_routes(loaded.ranks[micro.rank], first.forced[micro.rank], micro)
     out = forward(loaded.model, micro, routes, first.settings)
-    for number, variant in enumerate(variants):
-        grads = _loss_gradients(loaded.trainer, micro, variant, out)
-        loaded.collector.current = variant.buffers
-        _backward(out, grads, keep=number + 1 < len(variants))
+    with auxiliary_losses(0.0 if micro.idle else loaded.auxiliary):
+        for number, variant in enumerate(variants):
+            grads = _loss_gradients(loaded.trainer, micro, variant, out)
+            loaded.collector.current = variant.buffers
+            backward(loaded.model, micro, out, grads, keep=number + 1 < len(variants))
     loaded.collector.current = None
 
 
 def _loss_gradients(
     trainer: LoadedTrainer, micro: MicroBatch, variant: Variant, out: Forward
 ) -> tuple[Tensor, Tensor | None]:
+    if micro.idle:
+        return torch.zeros_like(out.log_prob), torch.zeros_like(out.entropy)
     log_prob = out.log_prob.detach().requires_grad_()
     entropy = out.entropy.detach().requires_grad_()
     rows = _loss_rows(micro, variant, log_prob.detach())
@@ -182,28 +192,19 @@ def _token_weights(variant: Variant, rows: RankBatch, log_prob: Tensor) -> Tenso
     return weights
 
 
-def _backward(out: Forward, grads: tuple[Tensor, Tensor | None], *, keep: bool) -> None:
-    pairs = [(out.log_prob, grads[0]), (out.entropy, grads[1])]
-    live = [(t, g) for t, g in pairs if t.requires_grad and g is not None]
-    torch.autograd.backward(
-        [t for t, _ in live],
-        [g for _, g in live],
-        retain_graph=keep,
-    )
-
-
 def _finish(loaded: Loaded, variant: Variant) -> Replayed:
     comm = loaded.comm
-    comm.reduce(variant.buffers.flat)
-    loss, denominator = comm.sums([variant.loss, variant.denominator])
+    loaded.collector.sum_over_ranks(variant.buffers)
+    loss, denominator = comm.sums_of_batches([variant.loss, variant.denominator])
     if denominator > 0:  # the trainer divides only then; an empty batch has no gradient
         variant.buffers.scale(1.0 / denominator)
         variant.signals.scale(1.0 / denominator)
         loss /= denominator
-    measured = measure(variant.buffers, loaded.names)
+    measured = measure(variant.buffers, loaded.names, comm, loaded.counted)
     nonfinite = measured.nonfinite
     if nonfinite:
-        tokens = first_nonfinite(variant.signals, [r.batch for r in loaded.ranks])
+        mine = [r.batch for r in loaded.ranks] if comm.groups.speaks else []
+        tokens = first_nonfinite(variant.signals, mine)
         nonfinite = tuple(chain.from_iterable(comm.gather(tokens))) + nonfinite
     counts = comm.sums([_own_share(comm, seam, n) for seam, n in variant.touched.items()])
     return Replayed(
@@ -214,14 +215,18 @@ def _finish(loaded: Loaded, variant: Variant) -> Replayed:
         denominator=denominator,
         touched={s: int(n) for s, n in zip(variant.touched, counts, strict=True)},
         nonfinite=nonfinite,
-        notes=tuple(chain.from_iterable(comm.gather(variant.notes))),
+        notes=tuple(chain.from_iterable(comm.gather(variant.notes if comm.groups.speaks else []))),
     )
 
 
 def _own_share(comm: Comm, seam: Seam, count: int) -> float:
-    """What this rank adds to a count: model and settings are the same on every rank."""
-    everywhere = seam in (Seam.WEIGHTS, Seam.MODEL, Seam.SETTINGS)
-    return 0.0 if everywhere and comm.rank > 0 else float(count)
+    """What this rank adds to a count: model fields and settings are the same on every rank, and
+    batches on those that share them; of weights each rank has counted its own."""
+    if seam in (Seam.MODEL, Seam.SETTINGS):
+        return float(count) if comm.rank == 0 else 0.0
+    if seam is Seam.WEIGHTS or comm.groups.speaks:
+        return float(count)
+    return 0.0
 
 
 def bare_pass(loaded: Loaded) -> float:
@@ -233,9 +238,12 @@ def bare_pass(loaded: Loaded) -> float:
     loaded.collector.current = buffers
     start = time.perf_counter()
     for micro in loaded.micro_batches(loaded.rows):
-        rank = loaded.ranks[micro.rank]
-        routes = packed_routes(rank, rank.forced_BTL, micro)
-        forward(loaded.model, micro, routes, loaded.settings).log_prob.sum().backward()
+        routes = None
+        if not micro.idle:
+            rank = loaded.ranks[micro.rank]
+            routes = packed_routes(rank, rank.forced_BTL, micro)
+        out = forward(loaded.model, micro, routes, loaded.settings)
+        backward(loaded.model, micro, out, (torch.ones_like(out.log_prob), None), keep=False)
     if loaded.model.device.type == "cuda":
         torch.cuda.synchronize()
     loaded.collector.current = None

@@ -10,6 +10,7 @@ Legend: B rows of a micro-batch, T padded width, N packed tokens, L MoE layers, 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,6 +174,27 @@ def pack_paths(
         place=torch.cat(places),
         layout=rows_of(starts, device),
         experts=torch.cat(experts) if experts else None,
+    )
+
+
+def lengthened(packing: Packing, multiple: int) -> Packing:
+    """``packing`` with padding behind it, as a row of its own, up to a multiple of ``multiple``."""
+    layout, experts = packing.layout, packing.experts
+    total = layout.starts[-1]
+    tail = -total % multiple
+    if not tail:
+        return packing
+    more = torch.arange(tail, device=layout.positions.device)
+    return Packing(
+        origin=torch.cat([packing.origin, torch.full((tail,), PADDING)]),
+        place=packing.place,
+        layout=dataclasses.replace(
+            layout,
+            starts=(*layout.starts, total + tail),
+            positions=torch.cat([layout.positions, more]),
+            pieces=(*layout.pieces, Piece(total, total + tail)),
+        ),
+        experts=None if experts is None else torch.cat([experts, _filled(experts[:0], 0, tail)]),
     )
 
 

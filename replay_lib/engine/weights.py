@@ -33,6 +33,7 @@ from replay_lib.snapshot.checkpoint import SafeReader
 
 #: Checkpoint entries that are not the model's parameters.
 NOT_MODEL = ("optimizer.", "rng_state", "common_state", "opt_param_scheduler", "rerun_state")
+LAYERS = "decoder.layers."
 EMBEDDING = "embedding.word_embeddings.weight"
 
 #: The MoE pre-norm has its own name in Transformer Engine's specs (production) and another one
@@ -80,6 +81,11 @@ def _slices(owner: str, entry: Any) -> Iterator[Slice]:
         )
 
 
+def is_stacked(key: str) -> bool:
+    """Whether the checkpoint tensor ``key`` holds all layers, one behind the other."""
+    return key.startswith(LAYERS) and not key[len(LAYERS)].isdigit()
+
+
 def canonical_names(slices: list[Slice]) -> dict[str, str]:
     """Parameter names as production runs print them, by Megatron's module name.
 
@@ -89,9 +95,8 @@ def canonical_names(slices: list[Slice]) -> dict[str, str]:
     names: dict[str, str] = {}
     for piece in slices:
         key = piece.key.replace("experts.experts.", "experts.")
-        head = "decoder.layers."
-        if key.startswith(head) and not key[len(head)].isdigit():
-            key = f"{head}{piece.offset[0]}.{key[len(head) :]}"
+        if is_stacked(key):
+            key = f"{LAYERS}{piece.offset[0]}.{key[len(LAYERS) :]}"
         names[piece.owner] = key
     return names
 

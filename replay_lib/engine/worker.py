@@ -44,13 +44,10 @@ def _serve(channel: Channel, started: float) -> None:
 
     shims.install()
     comm = _join(torch)
-    from replay_lib.engine.layout import Layout
     from replay_lib.engine.load import OpenRequest, Stopwatch, load
-    from replay_lib.engine.model import init_groups
     from replay_lib.engine.replayer import Replayer
     from replay_lib.methods import load_methods
 
-    init_groups(Layout(dp=comm.world))
     watch = Stopwatch(last=started)
     watch.lap("imports")
     replayer: Replayer | None = None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from replay_lib.engine.session import has_cuda
+from replay_lib.engine.machine import has_cuda
 from replay_lib.errors import EngineError, UsageError, fault
 from replay_lib.zoo.kinds import find_kind
 from replay_lib.zoo.native import parse_parallel

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replay_lib.engine.model import LiveModel, build_model, init_groups
+from replay_lib.engine.groups import init_groups
+from replay_lib.engine.model import LiveModel, build_model
 from replay_lib.engine.model_config import model_config
 from replay_lib.engine.routes import attach
 from replay_lib.engine.weights import model_slices

@@ -47,7 +47,7 @@ def test_two_sessions_are_bit_equal(plain_path, baseline):
 
 
 def test_two_ranks_give_the_full_step(plain_path, baseline):
-    with ReplaySession.open(plain_path, device="cpu", ranks=2) as both:
+    with ReplaySession.open(plain_path, device="cpu", layout="dp=2") as both:
         assert both.info.fidelity == "full"
         outcomes = list(both.run_many([BASELINE, Experiment.parse("disable-routing-replay")]))
     assert abs(outcomes[0].grad_norm_preclip / baseline.grad_norm_preclip - 1) <= 1e-6

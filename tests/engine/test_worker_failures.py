@@ -78,7 +78,7 @@ def test_a_rank_does_not_outlive_its_torchrun(faulty):
 
 
 def test_one_failing_rank_brings_the_others_down(faulty):
-    with faulty("raise-on-rank-1", ranks=2) as session:
+    with faulty("raise-on-rank-1", layout="dp=2") as session:
         start = time.monotonic()
         with pytest.raises(EngineError) as caught:
             session.run(BASELINE)

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from replay_lib import errors
-from replay_lib.engine.session import cuda_devices
+from replay_lib.engine.machine import cuda_devices
 from replay_lib.errors import EngineError, SpikeReplayError, UsageError
 from replay_lib.snapshot.model import Parallel
 from replay_lib.zoo.native.parallel import shown
