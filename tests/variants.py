@@ -80,7 +80,10 @@ VARIANTS: dict[str, Variant] = {
             without("turn_index", "position_ids", "reward", "reward_baseline", "trajectory_id")
         )
     ),
-    "routes-off": Variant(write=saved(worker(enable_routing_replay=False)), like="routes-off"),
+    "routes-off": Variant(
+        write=saved(model(worker(enable_routing_replay=False), moe_enable_routing_replay=False)),
+        like="routes-off",
+    ),
     "no-routes": Variant(write=saved(without_routes(base())), like="routes-off"),
     # micro-batches
     "static": Variant(
