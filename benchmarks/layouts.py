@@ -23,8 +23,9 @@ from typing import Any
 
 from environment import environment
 
+from replay_lib.engine.machine import cuda_devices
 from replay_lib.engine.protocol import Experiment, Outcome
-from replay_lib.engine.session import ReplaySession, cuda_devices
+from replay_lib.engine.session import ReplaySession
 from replay_lib.snapshot import open_snapshot
 from replay_lib.writing import replace_file
 from replay_lib.zoo import make_spike

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from replay_lib.engine.machine import cuda_devices
 from replay_lib.engine.protocol import Experiment
-from replay_lib.engine.session import ReplaySession, cuda_devices
+from replay_lib.engine.session import ReplaySession
 from replay_lib.errors import EngineError
 from replay_lib.zoo import make_spike
 from replay_lib.zoo.native import LayoutStep, parse_parallel, record_steps
@@ -27,15 +28,15 @@ sys.path.append(str(Path(__file__).parents[1] / "zoo"))
 from tiny_zoo import TINY
 
 LAYOUTS = ("dp=2", "ep=2", "tp=2", "pp=2")
-#: Sums in another order, in the step and before it in the checkpointed log-probabilities' reading:
-#: rounding along the layers. A gradient summed over the wrong ranks is off by parts in a hundred.
+#: Float32 sums in another order, along all layers. A gradient that is summed over the wrong ranks
+#: is off by parts in a hundred.
 NORM = 1e-5
 #: Of each parameter between one rank and two: small parameters carry the rounding of all others.
 PARAMETER = 1e-3
 
 SMALL = TINY.model_copy(update={"shape": TINY.shape.model_copy(update={"groups": 2})})
 BOTH = [
-    pytest.param("cpu", id="cpu"),
+    pytest.param("cpu", id="cpu", marks=pytest.mark.slow),
     pytest.param("cuda", id="cuda", marks=[pytest.mark.multigpu, pytest.mark.timeout(900)]),
 ]
 pytestmark = pytest.mark.xdist_group("two-ranks")
