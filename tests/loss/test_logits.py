@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from replay_lib.loss import GrpoSettings, log_prob_and_entropy
-from replay_lib.loss.logits import top_k_logits
+from replay_lib.loss.logits import entropy_of, top_k_logits
 
 CONTROL = GrpoSettings(entropy_control={"compute_entropy": True})
 
@@ -126,3 +126,13 @@ def test_a_strong_entropy_gradient_is_finite_where_logits_are_masked_away():
     _, entropy = log_prob_and_entropy(logits, torch.tensor([0]), pair)
     (100.0 * entropy.sum()).backward()
     assert bool(torch.isfinite(logits.grad).all())
+
+
+def test_entropies_and_largest_logits_are_of_the_last_dimension_whatever_the_others():
+    g = torch.Generator().manual_seed(1)
+    logits = torch.randn(2, 3, 7, generator=g, dtype=torch.float64)
+    log_p = torch.log_softmax(logits, dim=-1)
+    assert torch.equal(entropy_of(log_p), entropy_of(log_p.view(6, 7)).view(2, 3))
+    kept = top_k_logits(logits, 4)
+    assert torch.equal(kept, top_k_logits(logits.view(6, 7), 4).view(2, 3, 7))
+    assert ((kept == logits).sum(dim=-1) == 4).all()

@@ -118,6 +118,11 @@ def test_a_field_that_the_loss_does_not_read_cannot_be_replaced():
             "a valid number)",
         ),
         (
+            {"log_sample": "yes"},
+            "loss settings: log_sample: found 'yes', expected another value (Input should be a "
+            "valid boolean)",
+        ),
+        (
             {"icepop_masking_low": float("nan")},
             "loss settings: icepop_masking_low: found nan, expected another value (NaN is no "
             "setting)",
