@@ -154,7 +154,7 @@ def test_an_unknown_slug_lists_the_known_ones():
     with pytest.raises(PatchError) as caught:
         find("clip-hard", load_methods())
     text = str(caught.value)
-    assert text.startswith("mitigation clip-hard: not registered; known: add-entropy-control, ")
+    assert text.startswith("mitigation clip-hard: not registered; known: adagc, add-entropy-")
     assert text.endswith(
         "A method of your own is named module:function, or put into a directory given by "
         "--mitigations"
