@@ -1,10 +1,10 @@
-"""The demonstration: every embedded case under the recorded methods and those it expects."""
+"""The demonstration: every embedded case under the recorded methods."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from replay_lib.case import Case, builtin_cases, discover
+from replay_lib.case import builtin_cases, discover
 from replay_lib.errors import CaseError, fault
 from replay_lib.methods import load_methods
 from replay_lib.record.results_file import check_results_file, write_results
@@ -23,8 +23,7 @@ RESULTS = Path("out") / "demo" / "results.jsonl"
 def run_demo(options: ReplayOptions, results: Path, tell: Tell) -> Replayed:
     """Replay, judge, and put the results into ``results``; CaseError where no case is found.
 
-    Each case is replayed under the recorded methods, then under what else it has an expectation
-    of: a cure of its own, for example.
+    Each case is replayed under the recorded methods; all others are for ``sweep`` and the suite.
     """
     cases = discover(builtin_cases())
     if not cases:
@@ -32,14 +31,10 @@ def run_demo(options: ReplayOptions, results: Path, tell: Tell) -> Replayed:
     for case in cases:
         case.require()
     methods = load_methods(options.mitigations)
-    asked = [(case, parse_experiments(_labels(case), "baseline", methods)) for case in cases]
+    experiments = parse_experiments(RECORDED_METHODS, "baseline", methods)
     check_results_file(results, append=False)
     replayed = Replayed()
-    for case, experiments in asked:
+    for case in cases:
         replayed += replay_case(case, experiments, options, tell)
     write_results(results, replayed.results)
     return replayed
-
-
-def _labels(case: Case) -> list[str]:
-    return list(dict.fromkeys([*RECORDED_METHODS, *case.expected]))

@@ -11,8 +11,7 @@ import pytest
 from replay_lib import run
 from replay_lib.case import Case, Limit
 from replay_lib.engine.protocol import Experiment, Outcome
-from replay_lib.errors import BatchError, CaseError, EngineError, PatchError, UsageError
-from replay_lib.methods import load_methods
+from replay_lib.errors import BatchError, EngineError, UsageError
 from replay_lib.rule import Flag, Verdict
 
 SNAPSHOT = Path(__file__).parents[1] / "spike_cases/axrl-plain-step85/snapshot/iter_0000085"
@@ -388,22 +387,3 @@ def test_what_is_known_is_not_replayed_again(monkeypatch: pytest.MonkeyPatch, lo
         "ask baseline",  # on purpose
         "ask disable-routing-replay",
     ]
-
-
-def test_nothing_is_started_for_a_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    engines = Engines({})
-    monkeypatch.setattr(run, "open_engine", engines)
-    with pytest.raises(PatchError, match="not registered"):
-        run.parse_experiments(["no-such-method"], "baseline", load_methods())
-    with pytest.raises(PatchError, match="not registered"):
-        run.parse_experiments(["disable-routing-replay"], "no-such-method", load_methods())
-    gone = Case(name="gone", snapshot=tmp_path / "iter_0000001")
-    with pytest.raises(CaseError, match="no directory"):
-        run.OpenCase.open(gone, run.ReplayOptions())
-    assert engines.opened == []
-
-
-def test_recorded_figures_are_the_snapshots() -> None:
-    recorded = run.recorded_of(SNAPSHOT)
-    assert recorded.norm == fake_engine.RECORDED
-    assert (recorded.spike_ratio, recorded.dtype, recorded.clip_grad) == (2.0, "float32", 1.0)
