@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import fake_engine
 import pytest
 
 from replay_lib import run
-from replay_lib.cli import main
+from replay_lib.cli import commands, main
 from replay_lib.cli.output import key_value_table, print_error, progress, stdout
+from replay_lib.errors import UsageError
 from replay_lib.exit_codes import ExitCode
 from replay_lib.run import Step
 
@@ -118,3 +120,26 @@ def test_a_bar_shows_names_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
         tell(Step(case=":x: [b]", done=1, total=2, what="[i] :x:"))
     assert ":x: [b]" in terminal.getvalue()
     assert "1/2 [i] :x:" in terminal.getvalue()
+
+
+@pytest.mark.usefixtures("log")
+@pytest.mark.parametrize("as_json", [True, False])
+def test_results_that_cannot_be_kept_are_shown_all_the_same(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    as_json: bool,
+) -> None:
+    def full(*_: object) -> None:
+        raise UsageError("results.jsonl: found no space left, expected some")
+
+    monkeypatch.setattr(commands, "append_results", full)
+    asked = ["replay", SNAPSHOT, "--results", tmp_path / "results.jsonl"]
+    assert ended(*asked, *(["--json"] if as_json else [])) == ExitCode.USAGE
+    told = capsys.readouterr()
+    if as_json:
+        document = json.loads(told.out)
+        assert [r["experiment"] for r in document["results"]] == ["baseline"]
+        assert document["error"]["code"] == "usage"
+    else:
+        assert "reproduced" in told.out and "no space left" in told.err

@@ -343,14 +343,27 @@ def _replay(
         check_results_file(results)
     with progress() as tell:
         replayed: Replayed = replay_case(opened, experiments, options, tell)
-    if results is not None:
-        append_results(results, replayed.results)
+    lost = _not_kept(results, replayed)
     seconds = time.monotonic() - started
     if json:
-        print_json(replayed_document(replayed, seconds))
+        told = {"error": {"code": lost.code, "message": str(lost)}} if lost else {}
+        print_json(replayed_document(replayed, seconds) | told)
     else:
         print_replayed(replayed, stdout())
-    raise typer.Exit(replayed.exit_code)
+        if lost:
+            print_error(lost.code, str(lost), as_json=False)
+    raise typer.Exit(lost.exit_code if lost else replayed.exit_code)
+
+
+def _not_kept(results: Path | None, replayed: Replayed) -> SpikeReplayError | None:
+    """Why the results could not be kept (the disk is full by now): they are shown all the same."""
+    if results is None:
+        return None
+    try:
+        append_results(results, replayed.results)
+    except SpikeReplayError as error:
+        return error
+    return None
 
 
 def main(arguments: list[str] | None = None) -> None:
