@@ -261,7 +261,10 @@ def read_case_file(file: Path) -> CaseFile:
         raw = yaml.safe_load(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CaseError(fault(file, None, "no such file", "a case.yaml")) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise CaseError(fault(file, None, f"{error.strerror}", "a file to read")) from error
+    except (yaml.YAMLError, ValueError, LookupError, RecursionError) as error:
+        # what is no date, no number or too deep is told by other errors than YAML's own
         raise CaseError(fault(file, None, f"{error}", "YAML in UTF-8")) from error
     if not isinstance(raw, dict):
         raise CaseError(fault(file, None, type(raw).__name__, "a mapping"))

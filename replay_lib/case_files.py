@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import FileLock
 
 from replay_lib import layout
 from replay_lib.case import Case, case_file_from, read_case_file
@@ -22,7 +23,7 @@ from replay_lib.engine.versions import versions
 from replay_lib.errors import CaseError, fault
 from replay_lib.writing import replace_file
 
-_TOP_LEVEL = re.compile(r"^\w[\w-]*\s*:", re.MULTILINE)
+_TOP_LEVEL = re.compile(r"^[\"']?\w[\w-]*[\"']?\s*:", re.MULTILINE)
 
 
 def made_here(command: str, *, seed: int | None = None, device: str = "cpu") -> dict[str, Any]:
@@ -71,10 +72,16 @@ def seal(case_dir: str | Path, made: Mapping[str, Any] | None = None) -> Case:
 
 
 def write_expected(case_dir: str | Path, expected: Mapping[str, str]) -> None:
-    """Put ``expected`` (verdicts by experiment) into ``case.yaml``; the rest stays as it is."""
+    """Put ``expected`` (verdicts by experiment) into ``case.yaml``, over those it states now.
+
+    All else stays as it is. One writer at a time: what another one stated meanwhile is kept.
+    """
     file = Path(case_dir).absolute() / layout.CASE_FILE
-    text = file.read_text(encoding="utf-8")
-    replace_file(file, _with_block(file, text, "expected", expected).encode("utf-8"))
+    with FileLock(file.with_name(f".{file.name}.lock")):
+        text = file.read_text(encoding="utf-8")
+        stated = yaml.safe_load(text).get("expected") or {}
+        new = _with_block(file, text, "expected", stated | dict(expected))
+        replace_file(file, new.encode("utf-8"))
 
 
 def _with_block(file: Path, text: str, key: str, value: Mapping[str, Any]) -> str:
@@ -95,7 +102,7 @@ def _with_block(file: Path, text: str, key: str, value: Mapping[str, Any]) -> st
 def _lines_of(text: str, key: str) -> tuple[int, int]:
     """From the top-level ``key`` to the next one, without the comments that lead to that."""
     starts = [match.start() for match in _TOP_LEVEL.finditer(text)]
-    mine = [at for at in starts if re.match(rf"{re.escape(key)}\s*:", text[at:])]
+    mine = [at for at in starts if re.match(rf"[\"']?{re.escape(key)}[\"']?\s*:", text[at:])]
     if not mine:
         return len(text), len(text)
     end = min((at for at in starts if at > mine[0]), default=len(text))

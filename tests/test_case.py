@@ -177,3 +177,25 @@ def test_discovery_in_a_directory_that_is_absent(tmp_path: Path) -> None:
 def test_open_of_nothing(tmp_path: Path) -> None:
     with pytest.raises(CaseError, match="expected a case directory or a snapshot iter_"):
         Case.open(tmp_path / "iter_0000001")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "note: 2026-13-45",
+        "note: 0x_",
+        'note: !!int "abc"',
+        'note: !!bool "abc"',
+        "x: " + "[" * 3000,
+    ],
+)
+def test_text_that_yaml_itself_stumbles_over_is_one_error(tmp_path, line):
+    (tmp_path / "case.yaml").write_text(f"schema: 1\nsnapshot: iter_0000001\n{line}\n")
+    with pytest.raises(CaseError, match=r"case.yaml: found .*, expected YAML in UTF-8"):
+        Case.load(tmp_path)
+
+
+def test_a_directory_by_the_name_of_the_file_is_one_error(tmp_path):
+    (tmp_path / "case.yaml").mkdir()
+    with pytest.raises(CaseError, match="expected a file to read"):
+        Case.load(tmp_path)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import fake_engine
@@ -143,3 +145,16 @@ def test_results_that_cannot_be_kept_are_shown_all_the_same(
         assert document["error"]["code"] == "usage"
     else:
         assert "reproduced" in told.out and "no space left" in told.err
+
+
+def test_a_fault_of_the_program_is_no_red_verdict(tmp_path: Path) -> None:
+    """As a process: Python's own status for an unhandled exception is 1, that of a red verdict."""
+    code = (
+        "from replay_lib.cli import commands, main\n"
+        "def broken(*_): raise ZeroDivisionError('by zero')\n"
+        "commands.describe_snapshot = broken\n"
+        "main(['show', 'x'])\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == ExitCode.INTERNAL
+    assert "ZeroDivisionError: by zero" in ran.stderr

@@ -11,6 +11,7 @@ import pytest
 
 from replay_lib import run
 from replay_lib.case import Case
+from replay_lib.case_files import write_expected
 from replay_lib.cli import main
 from replay_lib.exit_codes import ExitCode
 
@@ -98,3 +99,23 @@ def test_the_table_is_for_people(case, capsys):
         main(["pin", str(case), "disable-routing-replay"])
     shown = capsys.readouterr().out
     assert "a-case: case.yaml was written" in shown and "worse" in shown
+
+
+def test_what_somebody_else_pinned_meanwhile_is_kept(case, capsys, monkeypatch):
+    real = fake_engine.FakeEngine.run_many
+
+    def meanwhile(self, experiments):
+        write_expected(case, {"clip-advantages": "partial"})
+        return real(self, experiments)
+
+    monkeypatch.setattr(fake_engine.FakeEngine, "run_many", meanwhile)
+    pin(capsys, case, "balance-negative-advantages")
+    expected = Case.load(case).expected
+    assert {"clip-advantages", "balance-negative-advantages"} <= set(expected)
+
+
+def test_a_quoted_key_is_the_same_key(case, capsys):
+    file = case / "case.yaml"
+    file.write_text(file.read_text().replace("expected:\n", '"expected":\n'))
+    pin(capsys, case, "disable-routing-replay")
+    assert file.read_text().count("expected") == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -391,8 +392,9 @@ def _run(arguments: list[str], *, as_json: bool) -> int:
         print_error("interrupted", "interrupted from the keyboard", as_json=as_json)
         return ExitCode.INTERRUPTED
     except Exception as error:
-        if not as_json:
-            raise
-        print_error("internal", f"{type(error).__name__}: {error}", as_json=True)
+        if as_json:
+            print_error("internal", f"{type(error).__name__}: {error}", as_json=True)
+        else:
+            traceback.print_exc()  # Python's own exit status would read as a red verdict
         return ExitCode.INTERNAL
     return int(code or 0)

@@ -203,8 +203,8 @@ def _finish(loaded: Loaded, variant: Variant) -> Replayed:
     measured = measure(variant.buffers, loaded.names, comm, loaded.counted)
     nonfinite = measured.nonfinite
     if nonfinite:
-        mine = [r.batch for r in loaded.ranks] if comm.groups.speaks else []
-        tokens = first_nonfinite(variant.signals, mine)
+        batches = [r.batch for r in loaded.ranks]
+        tokens = first_nonfinite(variant.signals, batches) if comm.groups.speaks else ()
         nonfinite = tuple(chain.from_iterable(comm.gather(tokens))) + nonfinite
     counts = comm.sums([_own_share(comm, seam, n) for seam, n in variant.touched.items()])
     return Replayed(

@@ -87,6 +87,8 @@ def test_two_ranks_give_the_same_figures_and_whole_gradients(
         assert session.info.parameters == 264896  # each counted once
         compare(session, expected)
         session.save_gradients(BASELINE, tmp_path / "two.pt")
+        broken = session.run(Experiment.parse("seam_examples:nan_advantage"))
+        assert broken.nonfinite[0].startswith("dLoss/dlogprob of dp rank 0 row ")
     saved = torch.load(tmp_path / "two.pt", weights_only=True)
     assert set(saved) == set(whole)
     for name, gradient in whole.items():
