@@ -358,10 +358,9 @@ def _replay(
 
 def _not_kept(results: Path | None, replayed: Replayed) -> SpikeReplayError | None:
     """Why the results could not be kept (the disk is full by now): they are shown all the same."""
-    if results is None:
-        return None
     try:
-        append_results(results, replayed.results)
+        if results is not None:
+            append_results(results, replayed.results)
     except SpikeReplayError as error:
         return error
     return None
