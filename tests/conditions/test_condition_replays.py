@@ -97,7 +97,7 @@ def answers(directories: Mapping[str, Path]) -> Mapping[str, Answer]:
 def two_ranks(directories: Mapping[str, Path]) -> Iterator[tuple[ReplaySession, float]]:
     """A session on two ranks, and the seconds that its start took."""
     started = time.monotonic()
-    with ReplaySession.open(directories["C1"], device="cpu", ranks=2) as session:
+    with ReplaySession.open(directories["C1"], device="cpu", layout="dp=2") as session:
         yield session, time.monotonic() - started
 
 
@@ -251,5 +251,5 @@ def test_e11_every_rank_stops_with_one_error_in_time(copy: Path, two_ranks) -> N
     mutate_files.corrupt_rank(copy, 0)
     started = time.monotonic()
     with pytest.raises(SnapshotError, match=r"batch_rank0\.pt: found broken bytes"):
-        ReplaySession.open(copy, device="cpu", ranks=2)
+        ReplaySession.open(copy, device="cpu", layout="dp=2")
     assert time.monotonic() - started < start_s + 60

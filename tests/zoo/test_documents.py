@@ -56,7 +56,9 @@ def test_an_embedded_case_is_a_row_of_the_table(name):
     snapshot = open_snapshot(case.snapshot)
     assert snapshot.grad_norm_preclip == row["norm"] and snapshot.grad_norm_median == row["median"]
     told = {m: f["verdict"] for m, f in row["methods"].items() if m in case.expected}
-    assert {m: str(v) for m, v in case.expected.items()} == told
+    # the table has the recorded methods; what others do was pinned from replays of the case
+    assert set(RECORDED_METHODS) <= set(told)
+    assert {m: str(case.expected[m]) for m in told} == told
     earlier = RESULTS["seeds"][: RESULTS["seeds"].index(row["seed"])]
     assert all(ROWS[row["kind"], seed]["event"] != "spike" for seed in earlier)
     assert case.quiet is not None
