@@ -23,7 +23,8 @@ RESULTS = Path("out") / "demo" / "results.jsonl"
 def run_demo(options: ReplayOptions, results: Path, tell: Tell) -> Replayed:
     """Replay, judge, and put the results into ``results``; CaseError where no case is found.
 
-    Each case is replayed under the recorded methods; all others are for ``sweep`` and the suite.
+    Each case is replayed under the recorded methods, then under combinations and parameters that it
+    has an expectation of: a cure of its own. All other methods are for ``sweep`` and the suite.
     """
     cases = discover(builtin_cases())
     if not cases:
@@ -31,10 +32,14 @@ def run_demo(options: ReplayOptions, results: Path, tell: Tell) -> Replayed:
     for case in cases:
         case.require()
     methods = load_methods(options.mitigations)
-    experiments = parse_experiments(RECORDED_METHODS, "baseline", methods)
+    asked = [
+        [*RECORDED_METHODS, *(label for label in case.expected if label not in methods)]
+        for case in cases
+    ]
+    experiments = [parse_experiments(labels, "baseline", methods) for labels in asked]
     check_results_file(results, append=False)
     replayed = Replayed()
-    for case in cases:
-        replayed += replay_case(case, experiments, options, tell)
+    for case, wanted in zip(cases, experiments, strict=True):
+        replayed += replay_case(case, wanted, options, tell)
     write_results(results, replayed.results)
     return replayed
