@@ -6,7 +6,7 @@
 Trains once a precision (or takes the one-rank snapshot DIR), records its step on each layout that
 the machine can run, and replays each on one rank and on the other given layouts: norms against the
 recorded one, norms of parameters and of a method at each seam against the replay on one rank, two
-runs, seconds. OUT is written after each precision.
+runs, seconds, peak memory a rank. OUT is written after each precision.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def replayed(snapshot: Path, device: str, layout: str) -> tuple[list[Outcome], d
         outcomes = [base, *session.run_many([Experiment.parse(m) for m in SEAMS.values()])]
         again = session.run(Experiment.baseline())
         bare = session.bare_seconds(4)[1:]  # the first one warms up
-        info = session.info
+        info, peaks = session.info, session.peak_memory()
     with ReplaySession.open(snapshot, device=device, layout=layout) as session:
         another = session.run(Experiment.baseline())
     return outcomes, {
@@ -81,6 +81,7 @@ def replayed(snapshot: Path, device: str, layout: str) -> tuple[list[Outcome], d
         "open_seconds": round(opened, 1),
         "replay_seconds": round(again.seconds, 4),
         "bare_pass_seconds": round(min(bare), 4),
+        "peak_memory_gib": [round(b / 2**30, 2) for b in peaks],
     }
 
 

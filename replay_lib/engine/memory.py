@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import psutil
 import torch
 
@@ -20,6 +22,17 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory this process has held at once, in bytes.
+
+    Of ``device`` what PyTorch had given to tensors (fragments and NCCL's buffers are beside it); on
+    a CPU the resident set, PyTorch and Megatron themselves included.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 def refuse_what_cannot_fit(needed: int, device: torch.device, layout: Layout = ONE_RANK) -> None:

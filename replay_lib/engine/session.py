@@ -191,12 +191,23 @@ class ReplaySession:
 
     def bare_seconds(self, passes: int) -> list[float]:
         """Seconds of bare forward and backward passes, without loss or patches."""
+        seconds = self._measure({"op": "bare", "passes": passes})["seconds"]
+        return [float(s) for s in seconds]
+
+    def peak_memory(self) -> list[int]:
+        """The most memory that each rank has held so far, in bytes, in rank order.
+
+        On a GPU what PyTorch had given to tensors, on a CPU the process's resident set.
+        """
+        return [int(b) for b in self._measure({"op": "memory"})["peak_bytes"]]
+
+    def _measure(self, request: dict[str, Any]) -> dict[str, Any]:
         self._take_turn()
         self._busy = False  # one question, one answer
-        self._worker.send({"op": "bare", "passes": passes})
-        seconds = self._worker.receive(self._silence)["seconds"]
+        self._worker.send(request)
+        measured = self._worker.receive(self._silence)
         self._worker.receive(self._silence)
-        return [float(s) for s in seconds]
+        return measured
 
     def close(self) -> None:
         """End the worker; safe to call twice."""

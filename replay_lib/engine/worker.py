@@ -1,9 +1,9 @@
 """The worker process: started by torchrun, one per rank; rank 0 talks to the parent.
 
 One JSON document a line in each direction. In: ``open`` once, then ``run``, ``gradients`` or
-``close``. Out: ``opened``, ``progress``, ``outcome``, ``done`` or ``error``. Rank 0 hands every
-request to the other ranks; an error that only one rank meets ends that rank, and torchrun then
-ends the others.
+``close``, or a measurement (``bare``, ``memory``). Out: ``opened``, ``progress``, ``outcome``, what
+was measured, ``done`` or ``error``. Rank 0 hands every request to the other ranks; an error that
+only one rank meets ends that rank, and torchrun then ends the others.
 """
 
 from __future__ import annotations
@@ -105,6 +105,8 @@ def _answer(channel: Channel, replayer: Any, op: str, request: dict[str, Any]) -
             _gradients(replayer, request)
         elif op == "bare":
             channel.send("bare", seconds=_bare(replayer, int(request["passes"])))
+        elif op == "memory":
+            channel.send("memory", peak_bytes=_peak_memory(replayer))
         channel.send("done")
     except SpikeReplayError as error:
         if replayer.loaded.comm.world > 1:
@@ -136,6 +138,14 @@ def _bare(replayer: Any, passes: int) -> list[float]:
     from replay_lib.engine.step import bare_pass
 
     return [bare_pass(replayer.loaded) for _ in range(passes)]
+
+
+def _peak_memory(replayer: Any) -> list[int]:
+    from replay_lib.engine.memory import peak_bytes
+
+    loaded = replayer.loaded
+    peaks: list[int] = loaded.comm.gather(peak_bytes(loaded.model.device))
+    return peaks
 
 
 if __name__ == "__main__":

@@ -53,6 +53,9 @@ def test_two_ranks_give_the_full_step(plain_path, baseline):
     with ReplaySession.open(plain_path, device="cpu", layout="dp=2") as both:
         assert both.info.fidelity == "full"
         outcomes = list(both.run_many([BASELINE, Experiment.parse("disable-routing-replay")]))
+        peaks, held = both.peak_memory(), both.info.parameters * 4 * 2  # weights and gradients
+    assert len(peaks) == 2 and held <= min(peaks)
+    assert max(peaks) <= 2**34  # bytes, not KiB or pages
     assert abs(outcomes[0].grad_norm_preclip / baseline.grad_norm_preclip - 1) <= 1e-6
     assert outcomes[1].touched == {Seam.ROUTING: 1052}  # counted over both ranks
     assert outcomes[1].retained.smallest > 0.9
