@@ -15,6 +15,9 @@ from replay_lib.errors import EngineError
 LARGEST_GROUP = 16
 #: Share of the free memory that a group's gradients may take; activations need the rest.
 GROUP_SHARE = 0.4
+#: The unpatched gradient is kept where it takes no more of the free memory than this: each replay
+#: needs as much again for its own gradient, and activations are freed before it is asked.
+KEEP_SHARE = 0.4
 
 
 def free_bytes(device: torch.device) -> int:
@@ -57,3 +60,19 @@ def group_size(loaded: Loaded) -> int:
     fits = int(GROUP_SHARE * free_bytes(loaded.model.device) / (4 * max(parameters, 1)))
     # A patch of the forward replays twice (stored and carried), hence the halving.
     return int(max(1, min(LARGEST_GROUP, *loaded.comm.gather(fits // 2))))
+
+
+def place_to_keep(loaded: Loaded) -> torch.device | None:
+    """Where one more gradient (float32) fits for a session's life; the same on every rank.
+
+    The model's device, else the host's memory, else None. Ranks on a host share its memory; as
+    many as the job has are assumed to be on one.
+    """
+    needed = 4 * sum(p.numel() for p in loaded.collector.parameters.values())
+    host = torch.device("cpu")
+    for place in dict.fromkeys((loaded.model.device, host)):
+        sharing = loaded.comm.world if place == host else 1
+        fits = needed * sharing <= KEEP_SHARE * free_bytes(place)
+        if all(loaded.comm.gather(fits)):
+            return place
+    return None

@@ -140,6 +140,10 @@ class Outcome(Frozen):
     patched - current baseline), measured only where a patch changes the forward pass.
     ``param_norms`` are per-parameter norms by Megatron's names. ``touched`` counts, for each seam
     used, how many elements, fields or (token, layer) pairs the patches changed.
+    ``cosine`` is that of the gradient to the session's baseline's, whatever the experiment is
+    compared with, ``cosine_carried`` the same with carried old log-probabilities. None: the
+    baseline itself, a gradient that is zero or not finite, or no memory for the baseline's (a note
+    says so).
     ``nonfinite`` names what was not finite, first things first (empty: everything was finite).
     ``notes`` tell of a loss that is not finite although its gradient is.
     """
@@ -154,6 +158,8 @@ class Outcome(Frozen):
     touched: dict[Seam, int]
     retained: Retained | None = None
     retained_carried: Retained | None = None
+    cosine: float | None = None
+    cosine_carried: float | None = None
     nonfinite: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     shared_forward: bool = False

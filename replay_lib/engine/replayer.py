@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from replay_lib.engine.apply import Patched, apply_patches
-from replay_lib.engine.memory import group_size
+from replay_lib.engine.cosine import Unpatched
+from replay_lib.engine.memory import group_size, place_to_keep
 from replay_lib.engine.protocol import Experiment, MitigationCall, Outcome
 from replay_lib.engine.signals import Signals, retained
 from replay_lib.engine.step import Loaded, Replayed, Variant, new_variant, run_variants
@@ -33,6 +34,7 @@ class Replayer:
     ``references`` holds, for each list of mitigations that others are compared with, its signals;
     the baseline's log-probabilities are kept too, since carried ones start from them. ``fresh``
     is the baseline's first replay with its seconds, until somebody asks for a baseline.
+    ``unpatched`` is its gradient, None where no memory was left to keep it.
     """
 
     loaded: Loaded
@@ -40,6 +42,7 @@ class Replayer:
     references: dict[Calls, Signals] = field(default_factory=dict)
     baseline_log_prob: tuple[Tensor, ...] | None = None
     fresh: tuple[Replayed, float] | None = None
+    unpatched: Unpatched | None = None
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,10 @@ def _replay_references(replayer: Replayer, experiments: Sequence[Experiment]) ->
             replayer.references[calls] = replayed.signals
             if not calls:
                 replayer.baseline_log_prob = replayed.log_prob
+                place = place_to_keep(replayer.loaded)
+                if place is not None:
+                    norm = replayed.measured.norm
+                    replayer.unpatched = Unpatched.keep(variant.buffers, norm, place)
                 replayer.fresh = replayed, time.perf_counter() - start
 
 
@@ -153,7 +160,7 @@ def _replay_group(replayer: Replayer, group: Sequence[_Job]) -> Iterator[Outcome
         if job.changes_forward:
             base = replayer.baseline_log_prob
             variants.append(new_variant(replayer.loaded, job.patched, carried_from=base))
-    finished = iter(run_variants(replayer.loaded, variants))
+    finished = iter(run_variants(replayer.loaded, variants, unpatched=replayer.unpatched))
     seconds = (time.perf_counter() - start) / len(group)
     for job in group:
         stored = next(finished)
@@ -185,8 +192,18 @@ def _outcome(
         touched=stored.touched,
         retained=keeps,
         retained_carried=retained(reference, carried.signals, comm) if carried else None,
+        cosine=stored.cosine if patched else None,
+        cosine_carried=carried.cosine if carried else None,
         nonfinite=stored.nonfinite + (carried.nonfinite if carried else ()),
-        notes=stored.notes,
+        notes=stored.notes + _unkept(replayer) if patched else stored.notes,
         shared_forward=shared,
         seconds=seconds,
+    )
+
+
+def _unkept(replayer: Replayer) -> tuple[str, ...]:
+    if replayer.unpatched is not None:
+        return ()
+    return (
+        "the unpatched gradient (float32) could not be kept for lack of memory: no cosine to it",
     )

@@ -19,6 +19,7 @@ from replay_lib.batch import RankBatch
 from replay_lib.engine.apply import Patched, patched_model
 from replay_lib.engine.auxiliary import auxiliary_losses
 from replay_lib.engine.comm import Comm
+from replay_lib.engine.cosine import Unpatched, cosine_to
 from replay_lib.engine.forward import Forward, backward, forward
 from replay_lib.engine.gradients import GradientBuffers, GradientCollector, Measured, measure
 from replay_lib.engine.inputs import MicroBatch, RankInput, packed_routes
@@ -78,9 +79,13 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
-    """A finished variant. ``loss`` is the summed loss over the summed denominators."""
+    """A finished variant. ``loss`` is the summed loss over the summed denominators.
+
+    ``cosine`` is that to the unpatched gradient, where that was kept and both have a direction.
+    """
 
     measured: Measured
+    cosine: float | None
     signals: Signals
     log_prob: tuple[Tensor, ...] | None
     loss: float
@@ -110,12 +115,16 @@ def new_variant(
 
 
 def run_variants(
-    loaded: Loaded, variants: Sequence[Variant], progress: Callable[[], None] = lambda: None
+    loaded: Loaded,
+    variants: Sequence[Variant],
+    progress: Callable[[], None] = lambda: None,
+    *,
+    unpatched: Unpatched | None = None,
 ) -> list[Replayed]:
     """Replay variants that share one forward pass: same weights, model fields and routes.
 
     The first variant's forward patches are applied; the caller groups only variants whose forward
-    patches are the same.
+    patches are the same. ``unpatched`` is what cosines are taken to, the same on every rank.
     """
     with patched_model(loaded.model, variants[0].patched) as touched:
         for variant in variants:
@@ -123,7 +132,7 @@ def run_variants(
         for micro in loaded.micro_batches(variants[0].patched.rows):
             _one_micro_batch(loaded, micro, variants)
             progress()
-    return [_finish(loaded, variant) for variant in variants]
+    return [_finish(loaded, variant, unpatched) for variant in variants]
 
 
 def _one_micro_batch(loaded: Loaded, micro: MicroBatch, variants: Sequence[Variant]) -> None:
@@ -192,7 +201,7 @@ def _token_weights(variant: Variant, rows: RankBatch, log_prob: Tensor) -> Tenso
     return weights
 
 
-def _finish(loaded: Loaded, variant: Variant) -> Replayed:
+def _finish(loaded: Loaded, variant: Variant, unpatched: Unpatched | None) -> Replayed:
     comm = loaded.comm
     loaded.collector.sum_over_ranks(variant.buffers)
     loss, denominator = comm.sums_of_batches([variant.loss, variant.denominator])
@@ -207,8 +216,12 @@ def _finish(loaded: Loaded, variant: Variant) -> Replayed:
         tokens = first_nonfinite(variant.signals, batches) if comm.groups.speaks else ()
         nonfinite = tuple(chain.from_iterable(comm.gather(tokens))) + nonfinite
     counts = comm.sums([_own_share(comm, seam, n) for seam, n in variant.touched.items()])
+    cosine = None
+    if unpatched is not None:
+        cosine = cosine_to(unpatched, variant.buffers, measured, comm, loaded.counted)
     return Replayed(
         measured=measured,
+        cosine=cosine,
         signals=variant.signals,
         log_prob=variant.log_prob,
         loss=loss,

@@ -52,6 +52,12 @@ def assert_same(outcome, expected) -> None:
         assert outcome.param_norms[key] == pytest.approx(norm, rel=OWN, abs=bound), (name, key)
     assert (outcome.touched, outcome.denominator) == (expected.touched, expected.denominator)
     assert outcome.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-5)
+    for told, wanted in (
+        (outcome.cosine, expected.cosine),
+        (outcome.cosine_carried, expected.cosine_carried),
+    ):
+        assert (told is None) == (wanted is None), name
+        assert told is None or told == pytest.approx(wanted, abs=1e-6), name
     if expected.retained is not None:
         for kind, share in expected.retained.model_dump().items():
             assert getattr(outcome.retained, kind) == pytest.approx(share, abs=1e-6), (name, kind)
