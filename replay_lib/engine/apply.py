@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ class Patched:
 
     Counts of rows, routing, batch and settings are known here; weights, model fields and token
     weights add theirs while the model runs. ``rows`` says how merged rows go through the model.
+    ``methods`` names the mitigations that act at each seam, for errors.
     """
 
     batches: tuple[RankBatch, ...]
@@ -66,6 +67,7 @@ class Patched:
     token_weights: tuple[Patch, ...]
     touched: dict[Seam, int]
     rows: str = "merged"
+    methods: Mapping[Seam, str] = field(default_factory=dict)
 
 
 def apply_patches(
@@ -156,8 +158,9 @@ def _apply_batch(patches: Sequence[Patch], batch: RankBatch) -> tuple[RankBatch,
 
 
 def _same_routes(before: RankBatch, after: RankBatch) -> None:
-    same = len(before.routes) == len(after.routes) and all(
-        a is b if a is None or b is None else torch.equal(a, b)
+    same = isinstance(after.routes, tuple) and len(before.routes) == len(after.routes)
+    same = same and all(
+        a is b if not (isinstance(a, Tensor) and isinstance(b, Tensor)) else torch.equal(a, b)
         for a, b in zip(before.routes, after.routes, strict=True)
     )
     if not same:
@@ -263,7 +266,8 @@ def _replace_weight(
     target = parameters[name].data
     if not isinstance(value, Tensor):
         raise PatchError(f"a weights patch gave {name} as {_describe(value)}, expected a tensor")
-    if value.shape != target.shape or value.dtype != target.dtype:
+    same_kind = value.dtype == target.dtype and value.device == target.device
+    if value.shape != target.shape or not same_kind:
         raise PatchError(
             f"a weights patch gave {name} as {_describe(value)}, expected {_describe(target)}"
         )

@@ -121,8 +121,25 @@ def digest(buffers: GradientBuffers) -> str:
     is the same on every device. The block sums and the parameters' names and shapes go through
     SHA-256. (Hashing gigabytes on the host would cost more than the replay.)
     """
-    table = _table(buffers.flat.device)
-    bits = buffers.flat.view(torch.int64)
+    outer = hashlib.sha256()
+    for name, view in buffers.views.items():
+        outer.update(f"{name}{tuple(view.shape)};".encode())
+    outer.update(_block_sums(buffers.flat.view(torch.int64)))
+    return outer.hexdigest()
+
+
+def fingerprint(tensor: Tensor) -> str:
+    """The same of one tensor of any dtype, its dtype and shape included."""
+    raw = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+    even = torch.cat([raw, raw.new_zeros(-raw.numel() % 8)])  # 64-bit words want whole bytes of 8
+    outer = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)};".encode())
+    outer.update(_block_sums(even.view(torch.int64)))
+    return outer.hexdigest()
+
+
+def _block_sums(bits: Tensor) -> bytes:
+    """Sums of int64 words times the table, a block each, as text."""
+    table = _table(bits.device)
     whole = bits.numel() // _BLOCK * _BLOCK
     sums: list[Tensor] = []
     for start in range(0, whole, 64 * _BLOCK):  # bounds the temporary to 0.5 GB
@@ -130,11 +147,7 @@ def digest(buffers: GradientBuffers) -> str:
         sums.append((block * table).sum(dim=1))
     rest = bits[whole:]
     sums.append((rest * table[: rest.numel()]).sum().reshape(1))
-    outer = hashlib.sha256()
-    for name, view in buffers.views.items():
-        outer.update(f"{name}{tuple(view.shape)};".encode())
-    outer.update(",".join(map(str, torch.cat(sums).tolist())).encode())
-    return outer.hexdigest()
+    return ",".join(map(str, torch.cat(sums).tolist())).encode()
 
 
 def _table(device: torch.device) -> Tensor:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from replay_lib.engine.agreement import Report, agree, made_of_inputs, reporting
 from replay_lib.engine.apply import Patched, apply_patches
 from replay_lib.engine.cosine import Unpatched
 from replay_lib.engine.memory import group_size, place_to_keep
@@ -21,7 +22,7 @@ from replay_lib.engine.protocol import Experiment, MitigationCall, Outcome
 from replay_lib.engine.signals import Signals, retained
 from replay_lib.engine.step import Loaded, Replayed, Variant, new_variant, run_variants
 from replay_lib.methods import resolve
-from replay_lib.patch import LOSS_ONLY_SEAMS, Mitigation, Patch
+from replay_lib.patch import LOSS_ONLY_SEAMS, Mitigation, Patch, Seam
 
 Progress = Callable[[float], None]
 Calls = tuple[MitigationCall, ...]
@@ -65,7 +66,7 @@ def replay(
     one costs nothing. What is compared with (the baseline, every ``against``) is replayed first
     where this session has not done so yet.
     """
-    jobs = [_job(replayer, number, e) for number, e in enumerate(experiments)]
+    jobs = _jobs(replayer, experiments)
     _replay_references(replayer, experiments)
     done = _answered_already(replayer, jobs)
     emitted = 0
@@ -94,23 +95,41 @@ def _answered_already(replayer: Replayer, jobs: Sequence[_Job]) -> dict[int, Out
     return {asked[0].number: first}
 
 
-def _job(replayer: Replayer, number: int, experiment: Experiment) -> _Job:
+def _jobs(replayer: Replayer, experiments: Sequence[Experiment]) -> list[_Job]:
+    """One job an experiment; a mistake in one, on whichever rank, is an error on all."""
+    reports = [Report() for _ in experiments]
+    jobs: list[_Job] = []
+    for number, (experiment, report) in enumerate(zip(experiments, reports, strict=True)):
+        with reporting(report):
+            jobs.append(_job(replayer, number, experiment, report))
+    if any(experiment.mitigations for experiment in experiments):
+        agree(replayer.loaded.comm, reports)
+    return jobs
+
+
+def _job(replayer: Replayer, number: int, experiment: Experiment, report: Report) -> _Job:
     patches: list[Patch] = []
     forward_calls: list[str] = []
+    methods: dict[Seam, str] = {}
     for call in experiment.mitigations:
         mine = resolve(call, replayer.methods)
         patches += mine
         if any(p.seam not in LOSS_ONLY_SEAMS for p in mine):
             forward_calls.append(call.label())
+        for seam in dict.fromkeys(p.seam for p in mine):
+            methods[seam] = f"{methods[seam]} + {call.label()}" if seam in methods else call.label()
     loaded = replayer.loaded
     loaded.trainer.check_patches(patches)
     patched = apply_patches(patches, loaded.ranks, loaded.settings, loaded.rows)
+    report.methods = methods
+    if loaded.comm.world > 1:
+        report.made = made_of_inputs(patches, patched)
     entropy = patched.settings.entropy_control
     wants_entropy = entropy.alpha > 0 or entropy.compute_entropy
     return _Job(
         number=number,
         experiment=experiment,
-        patched=patched,
+        patched=replace(patched, methods=methods),
         key=(tuple(forward_calls), wants_entropy, entropy.top_k),
         changes_forward=bool(forward_calls),
     )
@@ -118,7 +137,7 @@ def _job(replayer: Replayer, number: int, experiment: Experiment) -> _Job:
 
 def patched_for(replayer: Replayer, experiment: Experiment) -> Patched:
     """The inputs of ``experiment`` after its patches."""
-    return _job(replayer, 0, experiment).patched
+    return _jobs(replayer, [experiment])[0].patched
 
 
 def _groups(jobs: Sequence[_Job], size: int) -> list[list[_Job]]:
@@ -138,7 +157,7 @@ def _replay_references(replayer: Replayer, experiments: Sequence[Experiment]) ->
     wanted += [e.against for e in experiments]
     for calls in dict.fromkeys(wanted):
         if calls not in replayer.references:
-            job = _job(replayer, 0, Experiment(mitigations=calls))
+            (job,) = _jobs(replayer, [Experiment(mitigations=calls)])
             start = time.perf_counter()
             variant = new_variant(replayer.loaded, job.patched, keep_log_prob=not calls)
             (replayed,) = run_variants(replayer.loaded, [variant])

@@ -6,9 +6,10 @@ summed denominators, as the trainer does after its all-reduce.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -16,12 +17,19 @@ import torch
 from torch import Tensor
 
 from replay_lib.batch import RankBatch
+from replay_lib.engine.agreement import Report, agree, made_of_model, reporting
 from replay_lib.engine.apply import Patched, patched_model
 from replay_lib.engine.auxiliary import auxiliary_losses
 from replay_lib.engine.comm import Comm
 from replay_lib.engine.cosine import Unpatched, cosine_to
 from replay_lib.engine.forward import Forward, backward, forward
-from replay_lib.engine.gradients import GradientBuffers, GradientCollector, Measured, measure
+from replay_lib.engine.gradients import (
+    GradientBuffers,
+    GradientCollector,
+    Measured,
+    fingerprint,
+    measure,
+)
 from replay_lib.engine.inputs import MicroBatch, RankInput, packed_routes
 from replay_lib.engine.model import LiveModel
 from replay_lib.engine.signals import Signals, first_nonfinite, loss_note
@@ -64,11 +72,14 @@ class Variant:
     """One backward of a group: an experiment's patches with stored or carried old log-probs.
 
     ``carried_from``: per rank the baseline's log-probabilities [B, T]; None for stored ones.
+    ``report`` is what its token weights and its loss have to tell the other ranks; with an error in
+    it the rest of the step adds nothing.
     """
 
     patched: Patched
     buffers: GradientBuffers
     signals: Signals
+    report: Report
     carried_from: tuple[Tensor, ...] | None = None
     log_prob: tuple[Tensor, ...] | None = None  # filled where somebody asks for it
     loss: float = 0.0
@@ -108,6 +119,7 @@ def new_variant(
         patched=patched,
         buffers=loaded.collector.new_buffers(),
         signals=Signals.empty(patched.batches),
+        report=Report(patched.methods),
         carried_from=carried_from,
         log_prob=tuple(torch.zeros(s) for s in shapes) if keep_log_prob else None,
         touched=dict(patched.touched),
@@ -124,15 +136,34 @@ def run_variants(
     """Replay variants that share one forward pass: same weights, model fields and routes.
 
     The first variant's forward patches are applied; the caller groups only variants whose forward
-    patches are the same. ``unpatched`` is what cosines are taken to, the same on every rank.
+    patches are the same. What a patch or a loss does wrong on one rank all ranks raise together.
+    ``unpatched`` is what cosines are taken to, the same on every rank.
     """
-    with patched_model(loaded.model, variants[0].patched) as touched:
+    with contextlib.ExitStack() as stack:
+        touched = _enter_model(loaded, variants[0].patched, stack)
         for variant in variants:
             variant.touched.update(touched)
         for micro in loaded.micro_batches(variants[0].patched.rows):
             _one_micro_batch(loaded, micro, variants)
             progress()
+    if loaded.comm.world > 1:
+        agree(loaded.comm, [variant.report for variant in variants])
     return [_finish(loaded, variant, unpatched) for variant in variants]
+
+
+def _enter_model(
+    loaded: Loaded, patched: Patched, stack: contextlib.ExitStack
+) -> Mapping[Seam, int]:
+    """Put the patches of weights and model fields on until ``stack`` ends; what they touched."""
+    if not (patched.weights or patched.model):
+        return stack.enter_context(patched_model(loaded.model, patched))
+    report, touched = Report(patched.methods), {}
+    with reporting(report):
+        touched = stack.enter_context(patched_model(loaded.model, patched))
+        if loaded.comm.world > 1:
+            report.made = made_of_model(loaded.model, loaded.pieces, patched)
+    agree(loaded.comm, [report])
+    return touched
 
 
 def _one_micro_batch(loaded: Loaded, micro: MicroBatch, variants: Sequence[Variant]) -> None:
@@ -143,22 +174,39 @@ def _one_micro_batch(loaded: Loaded, micro: MicroBatch, variants: Sequence[Varia
     out = forward(loaded.model, micro, routes, first.settings)
     with auxiliary_losses(0.0 if micro.idle else loaded.auxiliary):
         for number, variant in enumerate(variants):
-            grads = _loss_gradients(loaded.trainer, micro, variant, out)
+            grads = _gradients_or_zeros(loaded, micro, variant, out)
             loaded.collector.current = variant.buffers
             backward(loaded.model, micro, out, grads, keep=number + 1 < len(variants))
     loaded.collector.current = None
 
 
-def _loss_gradients(
-    trainer: LoadedTrainer, micro: MicroBatch, variant: Variant, out: Forward
+def _gradients_or_zeros(
+    loaded: Loaded, micro: MicroBatch, variant: Variant, out: Forward
 ) -> tuple[Tensor, Tensor | None]:
-    if micro.idle:
-        return torch.zeros_like(out.log_prob), torch.zeros_like(out.entropy)
+    """What the loss asks for; zeros in an idle step, and once an error has ended the experiment.
+
+    The other ranks wait for this one in the backward pass, so it goes on to the end of the step,
+    where all ranks raise the error. A rank that is alone raises it here.
+    """
+    if not micro.idle and variant.report.error is None:
+        with reporting(variant.report):
+            return _loss_gradients(loaded, micro, variant, out)
+        if loaded.comm.world == 1:
+            agree(loaded.comm, [variant.report])
+    return torch.zeros_like(out.log_prob), torch.zeros_like(out.entropy)
+
+
+def _loss_gradients(
+    loaded: Loaded, micro: MicroBatch, variant: Variant, out: Forward
+) -> tuple[Tensor, Tensor | None]:
     log_prob = out.log_prob.detach().requires_grad_()
     entropy = out.entropy.detach().requires_grad_()
     rows = _loss_rows(micro, variant, log_prob.detach())
     weights = _token_weights(variant, rows, log_prob.detach())
-    loss = trainer.loss(variant.patched.settings, rows, log_prob, entropy, weights)
+    if weights is not None and loaded.comm.world > 1:
+        place = (Seam.TOKEN_WEIGHTS, f"weights of dp rank {rows.dp_rank}", str(micro.rows))
+        variant.report.made[place] = fingerprint(weights)
+    loss = loaded.trainer.loss(variant.patched.settings, rows, log_prob, entropy, weights)
     grad, grad_entropy = torch.autograd.grad(
         loss.scaled, [log_prob, entropy], allow_unused=True, materialize_grads=True
     )
@@ -196,6 +244,11 @@ def _token_weights(variant: Variant, rows: RankBatch, log_prob: Tensor) -> Tenso
             raise PatchError(
                 f"a token-weights patch must return a tensor {list(log_prob.shape)} [B, T], "
                 f"not {type(weights).__name__}"
+            )
+        if not weights.is_floating_point() or weights.device != log_prob.device:
+            raise PatchError(
+                f"a token-weights patch must return real numbers on {log_prob.device}, not "
+                f"{str(weights.dtype).removeprefix('torch.')} on {weights.device}"
             )
     variant.touched[Seam.TOKEN_WEIGHTS] += int(((weights != 1) & rows.loss_mask).sum())
     return weights

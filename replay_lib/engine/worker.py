@@ -2,8 +2,9 @@
 
 One JSON document a line in each direction. In: ``open`` once, then ``run``, ``gradients`` or
 ``close``, or a measurement (``bare``, ``memory``). Out: ``opened``, ``progress``, ``outcome``, what
-was measured, ``done`` or ``error``. Rank 0 hands every request to the other ranks; an error that
-only one rank meets ends that rank, and torchrun then ends the others.
+was measured, ``done`` or ``error``. Rank 0 hands every request to the other ranks. All ranks give
+up an experiment together where one finds its patches or its loss at fault; any other error that a
+rank meets ends it, and torchrun then ends the others.
 """
 
 from __future__ import annotations
@@ -92,10 +93,11 @@ def _join(torch: Any) -> Any:
 
 
 def _answer(channel: Channel, replayer: Any, op: str, request: dict[str, Any]) -> None:
-    """Answer one request; a known error in it leaves a session of one rank usable.
+    """Answer one request; a known error leaves the session usable where all ranks stopped at it.
 
-    With several ranks it ends the job: the others may be waiting in a reduction for this one.
+    One that only this rank may have met ends the job: the others may be waiting for it.
     """
+    from replay_lib.engine.agreement import AbandonedError
     from replay_lib.errors import SpikeReplayError
 
     try:
@@ -108,6 +110,8 @@ def _answer(channel: Channel, replayer: Any, op: str, request: dict[str, Any]) -
         elif op == "memory":
             channel.send("memory", peak_bytes=_peak_memory(replayer))
         channel.send("done")
+    except AbandonedError as abandoned:
+        channel.send("error", answered=True, **describe_error(abandoned.error))
     except SpikeReplayError as error:
         if replayer.loaded.comm.world > 1:
             raise
