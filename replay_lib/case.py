@@ -173,6 +173,7 @@ class Case(_Strict):
             raise CaseError(
                 fault(given, None, "no such directory", "a case directory or a snapshot iter_*")
             )
+        refuse_several(given)
         return cls.from_snapshot(given)
 
     def missing(self) -> Path | None:
@@ -217,6 +218,23 @@ class Case(_Strict):
                 fault(self.file or self.name, "tolerance", dtype, "float32 or bfloat16")
             )
         return limit
+
+
+def refuse_several(directory: Path) -> None:
+    """CaseError that names them where cases lie right inside ``directory``, where one is wanted."""
+    files = directory.glob(f"[!.]*/{layout.CASE_FILE}")  # hidden ones are half written
+    inside = sorted(file.parent.name for file in files if file.is_file())
+    if inside:
+        raise CaseError(
+            fault(
+                directory,
+                None,
+                f"a directory of {len(inside)} case(s)",
+                "one case, or a snapshot iter_*",
+                f"Name one of them: {', '.join(inside)}; all of them are tried by "
+                f"pytest --spike-cases={directory}",
+            )
+        )
 
 
 def discover(directory: str | Path) -> list[Case]:

@@ -19,6 +19,8 @@ Each has a stable ``code`` (used in JSON output) and an ``exit_code`` (used by t
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -122,3 +124,12 @@ def fault(
     place = f"{where}: {field}" if field else f"{where}"
     text = f"{place}: found {found}, expected {expected}"
     return f"{text}. {then}" if then else text
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str | None:
+    """``did you mean a, b or c?``: what is spelled nearest to ``name``; None where nothing is."""
+    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.7)
+    if not near:
+        return None
+    *first, last = near
+    return f"did you mean {', '.join(first)} or {last}?" if first else f"did you mean {last}?"

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from replay_lib.errors import PatchError, fault
+from replay_lib.errors import PatchError, did_you_mean, fault
 from replay_lib.patch import Mitigation, Patch, mitigation
 
 _SLUG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
@@ -80,9 +80,11 @@ def find(slug: str, methods: Mapping[str, Mitigation]) -> Mitigation:
     if ":" in slug:
         return _user_method(slug)
     if slug not in methods:
-        known = ", ".join(sorted(methods)) or "none"
+        near = did_you_mean(slug, methods)
+        known = f"known: {', '.join(sorted(methods)) or 'none'}."
+        told = f"{near} All are listed by spike-replay methods." if near else known
         raise PatchError(
-            f"mitigation {slug}: not registered; known: {known}. A method of your own is named "
+            f"mitigation {slug}: not registered; {told} A method of your own is named "
             f"module:function, or put into a directory given by --mitigations"
         )
     return methods[slug]
@@ -165,9 +167,11 @@ def _user_method(slug: str) -> Mitigation:
         return target
     if not callable(target):
         found = "nothing" if target is None else type(target).__name__
+        near = did_you_mean(attribute, (n for n, v in vars(module).items() if callable(v)))
         raise PatchError(
             f"mitigation {slug}: found {found} under the name {attribute!r} in {module.__file__}, "
             f"expected a mitigation or a function that returns its patches"
+            + (f"; {near}" if near else "")
         )
     summary = (getattr(target, "__doc__", None) or attribute).strip().splitlines()[0]
     declare = mitigation(slug=slug, family="user", summary=summary, source=str(module.__file__))

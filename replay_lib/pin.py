@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from replay_lib import layout
-from replay_lib.case import Case
+from replay_lib.case import Case, refuse_several
 from replay_lib.case_files import write_expected
 from replay_lib.errors import CaseError, UsageError, fault
+from replay_lib.expectations import check_expected
 from replay_lib.methods import load_methods
 from replay_lib.record.result import Result
 from replay_lib.rule import Verdict, compare
@@ -68,6 +69,7 @@ def pin(
     if options.dp_ranks is not None:
         raise UsageError("pin: a part of the ranks is a diagnostic; pin what all of them give")
     methods = load_methods(options.mitigations)
+    check_expected(case, methods)
     asked = list(labels) or list(dict.fromkeys([*case.expected, *methods]))
     replayed = replay_case(case, parse_experiments(asked, "baseline", methods), options, tell)
     _require_baseline(case, replayed)
@@ -81,6 +83,7 @@ def pin(
 
 def _case(directory: Path) -> Case:
     if not (directory / layout.CASE_FILE).is_file():
+        refuse_several(directory)
         raise CaseError(
             fault(
                 directory,

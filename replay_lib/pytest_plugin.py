@@ -24,15 +24,17 @@ import pytest
 
 from replay_lib.case import Case, discover
 from replay_lib.engine.layout import AUTO
-from replay_lib.errors import CaseError, SpikeReplayError, fault
+from replay_lib.errors import CaseError, SpikeReplayError, UsageError, fault
+from replay_lib.expectations import check_expected
 from replay_lib.methods import load_methods
 from replay_lib.patch import Mitigation
 from replay_lib.record.result import Result, SideEffect
-from replay_lib.run import BACKENDS, LEAST_REPEATS, NATIVE, ReplayOptions, parse_experiments
+from replay_lib.run import BACKENDS, LEAST_REPEATS, NATIVE, ReplayOptions
 from replay_lib.suite import (
     NO_CASES,
     PROPERTY,
     Sessions,
+    caseless_lines,
     collect_results,
     missing_device,
     mitigation_labels,
@@ -118,6 +120,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", marker)
     try:
         _options(config)
+        if config.getoption("--spike-cases") is not None:
+            _check_named(config)
     except SpikeReplayError as error:
         raise pytest.UsageError(str(error)) from error
     # plain -n asks for "load", which would spread one case over all workers and open it in each;
@@ -178,7 +182,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     """One recorded spike, its snapshot present."""
     found = request.param
     if found is NO_CASES:
-        text = f"no case in {_cases_dir(request.config)}"
+        text = _no_case(request.config)
         if request.config.getoption("--require-cases"):
             pytest.fail(text, pytrace=False)
         pytest.skip(text)
@@ -262,7 +266,9 @@ def _or_fail(what: str, ask: Callable[[], _T]) -> _T:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    lines = summary_lines(collect_results(terminalreporter.stats))
+    stats = terminalreporter.stats
+    lines = summary_lines(collect_results(stats))
+    lines += caseless_lines(stats, _no_case(terminalreporter.config))
     if lines:
         terminalreporter.section("spike replay")
         for line in lines:
@@ -300,6 +306,11 @@ def _cases_dir(config: pytest.Config) -> Path:
     return Path(config.getoption("--spike-cases") or config.rootpath / "spike_cases")
 
 
+def _no_case(config: pytest.Config) -> str:
+    """Why a test that asks for a case is skipped where there is none."""
+    return f"no case in {_cases_dir(config)}"
+
+
 def _cases(config: pytest.Config) -> list[Case]:
     return _known(config)[0]
 
@@ -318,15 +329,28 @@ def _known(config: pytest.Config) -> Known:
     return config.stash[_KNOWN]
 
 
+def _check_named(config: pytest.Config) -> None:
+    """UsageError for an option --spike-cases without cases, or with broken ones.
+
+    Methods that a case expects something of are looked up later: they may lie beside the tests.
+    """
+    directory, what = _cases_dir(config), "a directory that holds cases, as DIR/NAME/case.yaml"
+    if not directory.is_dir():
+        raise UsageError(fault("--spike-cases", None, f"no directory {directory}", what))
+    try:
+        cases = discover(directory)
+    except CaseError as error:
+        raise UsageError(f"--spike-cases: {error}") from error
+    if not cases:
+        raise UsageError(fault("--spike-cases", None, f"none in {directory}", what))
+
+
 def _read(config: pytest.Config) -> Known:
     directory = _cases_dir(config)
-    named = config.getoption("--spike-cases") is not None
-    cases = discover(directory) if named or directory.is_dir() else []
-    if named and not cases:
-        raise CaseError(fault(directory, None, "no */case.yaml", "at least one case"))
+    cases = discover(directory) if directory.is_dir() else []
     methods = load_methods(config.getoption("--mitigations"))
     for found in cases:
-        parse_experiments(found.expected, "baseline", methods)  # an expectation nobody can meet
+        check_expected(found, methods)
     return cases, methods
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from replay_lib.case import Case
+from replay_lib.engine.early import check_before_start
 from replay_lib.engine.layout import AUTO, Layout
 from replay_lib.engine.protocol import Engine, Experiment, MitigationCall, Outcome
 from replay_lib.errors import SpikeReplayError, UsageError
@@ -62,7 +63,7 @@ class ReplayOptions:
     def __post_init__(self) -> None:
         if self.repeats < LEAST_REPEATS:
             raise UsageError(
-                f"repeats: found {self.repeats}, expected {LEAST_REPEATS} or more: one replay of "
+                f"--repeats: found {self.repeats}, expected {LEAST_REPEATS} or more: one replay of "
                 "the baseline shows no spread"
             )
         if self.layout != AUTO:
@@ -221,7 +222,17 @@ class OpenCase:
     def open(
         cls, case: Case, options: ReplayOptions, methods: Mapping[str, Mitigation] | None = None
     ) -> OpenCase:
-        """``case`` with its snapshots present; no worker is started yet."""
+        """``case`` with its snapshots present; no worker is started yet.
+
+        Raises what ``check_before_start`` finds, and CaseError as of ``Case.require``.
+        """
+        if options.backend == NATIVE and case.missing() is None:
+            check_before_start(
+                case.snapshot,
+                device=options.device,
+                rows=options.rows,
+                trainer=options.trainer or GRPO,
+            )
         case.require()
         known = load_methods(options.mitigations) if methods is None else methods
         return cls(case, options, recorded_of(case.snapshot), known, _quiet_of(case, options))

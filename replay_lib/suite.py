@@ -136,6 +136,19 @@ def collect_results(stats: Mapping[str, Iterable[Any]]) -> list[Result]:
     return sorted(found.values(), key=lambda r: (r.case, r.device, not r.is_baseline, r.experiment))
 
 
+def caseless_lines(stats: Mapping[str, Iterable[Any]], reason: str) -> list[str]:
+    """How many tests were skipped for ``reason``, there being no case, and what to do about it."""
+    told = [getattr(report, "longrepr", None) for report in stats.get("skipped", ())]
+    count = sum(isinstance(t, tuple) and t[-1] == f"Skipped: {reason}" for t in told)
+    if not count:
+        return []
+    what = "test that asks for one was" if count == 1 else "tests that ask for one were"
+    return [
+        f"{reason}: {count} {what} skipped. Name a directory of cases with --spike-cases=DIR; "
+        "--require-cases makes this an error"
+    ]
+
+
 def summary_lines(results: Sequence[Result]) -> list[str]:
     """The tables of verdicts, faults of quiet controls, what is better or worse than expected."""
     if not results:

@@ -12,9 +12,9 @@ from typing import Any
 
 import fake_engine
 import pytest
+from cli_ran import Ran
 
 from replay_lib import errors, run
-from replay_lib.cli import main
 from replay_lib.exit_codes import MEANINGS, ExitCode
 from replay_lib.methods import load_methods
 from replay_lib.record.results_file import read_results
@@ -29,23 +29,6 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No model: norms by name."""
     monkeypatch.setattr(run, "open_engine", fake_engine.FakeEngine)
     monkeypatch.setenv(fake_engine.LOG, str(tmp_path / "engine.log"))
-
-
-class Ran:
-    """What a command printed and how it ended."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], *arguments: object) -> None:
-        with pytest.raises(SystemExit) as ended:
-            main([str(a) for a in arguments])
-        self.code = ended.value.code
-        self.out, self.err = capsys.readouterr()
-
-    @property
-    def document(self) -> Any:
-        def refuse(name: str) -> None:
-            raise ValueError(f"{name} is not JSON")
-
-        return json.loads(self.out, parse_constant=refuse)
 
 
 @pytest.fixture
@@ -90,8 +73,10 @@ def test_show_tells_what_the_snapshot_states(spike_replay: Any) -> None:
 
 def test_methods_lists_all_registered(spike_replay: Any, monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    listed = spike_replay("methods", "--json").document["methods"]
+    document = spike_replay("methods", "--json").document
+    listed, source = document["methods"], document["results"]
     assert [m["slug"] for m in listed] == list(load_methods())
+    assert source == {"file": None, "count": 0}
     by_slug = {m["slug"]: m for m in listed}
     assert by_slug["disable-routing-replay"]["status"] == "diagnostic"
     assert by_slug["enable-token-mismatch-tis-max2"] == {
@@ -105,14 +90,21 @@ def test_methods_lists_all_registered(spike_replay: Any, monkeypatch: Any, tmp_p
         "summary": "Truncated importance weight old/rollout on the policy loss, capped at 2.",
         "source": "XYZ-AI-Lab/axrl, spike-mitigation-methods/enable-token-mismatch-tis-max2.md",
     }
-    assert "settings" in spike_replay("methods").out
+    text = spike_replay("methods").out
+    assert "settings" in text
+    assert "status: no result is known; out/demo/results.jsonl is not there. Name a file" in text
 
 
 def test_a_status_comes_from_results(spike_replay: Any, fake: None, tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     snapshot = spike_replay("sweep", SNAPSHOT, *RECORDED_METHODS, "--results", file)
     assert snapshot.code == ExitCode.RED
-    listed = spike_replay("methods", "--results", file, "--json").document["methods"]
+    document = spike_replay("methods", "--results", file, "--json").document
+    listed, source = document["methods"], document["results"]
+    assert source == {"file": str(file), "count": 6}
+    assert (
+        f"status: the best of 6 results in {file}" in spike_replay("methods", "--results", file).out
+    )
     tried = {m["slug"]: m["status"] for m in listed if m["slug"] in RECORDED_METHODS}
     assert tried == {
         "balance-negative-advantages": "partial",
@@ -350,46 +342,3 @@ def test_the_real_thing_twice_bit_for_bit() -> None:
     assert (first["deterministic"], first["verdict"]) == (True, "reproduced")
     assert first["digest"] == second["digest"]
     assert first["grad_norm_preclip"] == second["grad_norm_preclip"]
-
-
-@pytest.mark.usefixtures("fake")
-@pytest.mark.parametrize("command", [("replay", CASE, "-m"), ("sweep", CASE)])
-def test_trainer_and_backend_reach_the_engine_and_the_results(
-    spike_replay: Any, command: tuple[object, ...]
-) -> None:
-    method, more = "disable-routing-replay", ("--trainer", "my.losses:make", "--json")
-    results = spike_replay(*command, method, *more).document["results"]
-    assert {(r["trainer"], r["backend"]) for r in results} == {("my.losses:make", "native")}
-    results = spike_replay(*command, method, "--backend", "axrl", "--json").document["results"]
-    assert {r["backend"] for r in results} == {"axrl"}
-
-
-@pytest.mark.usefixtures("fake")
-@pytest.mark.parametrize("command", [("replay", CASE, "-m"), ("sweep", CASE)])
-def test_the_layout_reaches_the_engine_and_the_results(
-    spike_replay: Any, command: tuple[object, ...]
-) -> None:
-    ran = spike_replay(*command, "disable-routing-replay", "--layout", "ep=2,tp=2", "--json")
-    sizes = {"tp": 2, "pp": 1, "cp": 1, "ep": 2, "dp": 1}
-    assert [r["layout"] for r in ran.document["results"]] == [sizes, sizes]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--layout", "vpp=2"), "layout 'vpp=2': found 'vpp=2', expected sizes as in tp=2"),
-        (("--layout", "tp=2", "--backend", "axrl"), "backend axrl: it cannot honour --layout"),
-    ],
-)
-def test_a_layout_that_cannot_be_is_a_wrong_call(
-    spike_replay: Any, options: tuple[str, ...], words: str
-) -> None:
-    ran = spike_replay("replay", CASE, *options, "--json")
-    assert ran.code == ExitCode.USAGE
-    assert words in ran.document["error"]["message"]
-
-
-def test_a_trainer_that_a_backend_cannot_take_is_a_wrong_call(spike_replay: Any) -> None:
-    ran = spike_replay("replay", CASE, "--backend", "axrl", "--trainer", "grpo", "--json")
-    assert ran.code == ExitCode.USAGE
-    assert "backend axrl: it cannot honour --trainer" in ran.document["error"]["message"]

@@ -32,7 +32,7 @@ ROOMS = [
     "record",
     "quiet",
     "run",
-    "pin",
+    "pin expectations",
     "zoo",
     "demo listing suite",
     "cli pytest_plugin",

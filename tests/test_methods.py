@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from replay_lib.engine.protocol import MitigationCall
-from replay_lib.errors import PatchError
+from replay_lib.errors import PatchError, did_you_mean
 from replay_lib.methods import builtin_dir, find, load_methods, resolve
 from replay_lib.patch import Seam
 
@@ -152,13 +152,38 @@ def test_a_directory_that_is_not_there_is_an_error(tmp_path):
 
 def test_an_unknown_slug_lists_the_known_ones():
     with pytest.raises(PatchError) as caught:
-        find("clip-hard", load_methods())
+        find("nothing-of-the-kind", load_methods())
     text = str(caught.value)
-    assert text.startswith("mitigation clip-hard: not registered; known: adagc, add-entropy-")
+    assert text.startswith(
+        "mitigation nothing-of-the-kind: not registered; known: adagc, add-entropy-"
+    )
     assert text.endswith(
         "A method of your own is named module:function, or put into a directory given by "
         "--mitigations"
     )
+
+
+@pytest.mark.parametrize(
+    ("slug", "told"),
+    [
+        ("disable_routing_replay", "did you mean disable-routing-replay"),
+        ("clip-advantage", "did you mean clip-advantages"),
+        ("advantages-clipped", "known: adagc, add-"),
+    ],
+)
+def test_a_misspelt_slug_is_told_the_nearest(slug, told):
+    with pytest.raises(PatchError) as caught:
+        find(slug, load_methods())
+    text = str(caught.value)
+    assert text.startswith(f"mitigation {slug}: not registered; {told}")
+    assert ("? All are listed by spike-replay methods. A method of" in text) == ("did you" in told)
+
+
+def test_nearest_names_come_first():
+    known = ["clip-a", "clip-ab", "clip-abc", "clip-abcd", "other"]
+    assert did_you_mean("clip-abc", known) == "did you mean clip-abc, clip-abcd or clip-ab?"
+    assert did_you_mean("other2", known) == "did you mean other?"
+    assert did_you_mean("entirely", known) is None
 
 
 def test_an_unknown_parameter_lists_the_known_ones():
@@ -175,7 +200,7 @@ def test_an_unknown_parameter_lists_the_known_ones():
 def user_module(tmp_path, monkeypatch):
     (tmp_path / "my_methods_for_tests.py").write_text(
         METHOD.format(slug="declared")
-        + "from replay_lib.errors import PatchError\n"
+        + "from replay_lib.errors import PatchError, did_you_mean\n"
         + '''
 def both(clip=1.0, seen=()):
     """Clip twice.

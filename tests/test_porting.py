@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
+from cli_ran import Ran
 from many_snapshots import Ask, replay_all
-from test_cli import Ran
 
 from replay_lib.case import Case, discover
 from replay_lib.errors import CaseError, SnapshotError

@@ -2,81 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections import Counter
-from importlib.metadata import entry_points
 from pathlib import Path
 
-import fake_engine
 import pytest
-
-ROOT = Path(__file__).parents[1]
-SNAPSHOT = ROOT / "spike_cases" / "axrl-plain-step85" / "snapshot" / "iter_0000085"
-INSTALLED = any(point.name == "spike_replay" for point in entry_points(group="pytest11"))
-PLUGIN = () if INSTALLED else ("-p", "replay_lib.pytest_plugin")
-
-SUITE = """
-def test_reproduction(case, replay):
-    assert not replay().red
-
-def test_mitigation(case, mitigation, replay):
-    result = replay(mitigation)
-    assert not result.red, result.explain()
-"""
-ALL_AS_EXPECTED = "expected: {disable-routing-replay: fail, balance-negative-advantages: partial}"
-
-
-class Suite:
-    """A repository of a user: cases, a test file, and a way to run it."""
-
-    def __init__(self, pytester: pytest.Pytester) -> None:
-        self.pytester = pytester
-        self.log = pytester.path / "engine.log"
-        pytester.makepyfile(test_spikes=SUITE)
-        self.engine("fake_engine.install()")
-
-    def engine(self, install: str) -> None:
-        few = f"fake_engine.only_recorded_methods(Path({str(self.pytester.path / 'methods')!r}))"
-        self.pytester.makeconftest(
-            f"from pathlib import Path\nimport fake_engine\n{few}\n{install}\n"
-        )
-
-    def case(
-        self,
-        name: str,
-        more: str = ALL_AS_EXPECTED,
-        snapshot: Path = SNAPSHOT,
-        quiet: bool = False,
-        quiet_norm: float = 2.0,
-    ) -> None:
-        directory = self.pytester.path / "spike_cases" / name
-        directory.mkdir(parents=True)
-        # one snapshot a case by name, so that the log tells them apart; the files are shared
-        (directory / f"iter_{name}").mkdir()
-        for file in snapshot.iterdir():
-            (directory / f"iter_{name}" / file.name).symlink_to(file)
-        if quiet:
-            fake_engine.quiet_snapshot(directory / f"quiet_{name}", snapshot, quiet_norm)
-            more = f"quiet: quiet_{name}\n{more}"
-        (directory / "case.yaml").write_text(f"schema: 1\nsnapshot: iter_{name}\n{more}\n")
-
-    def run(self, *arguments: str) -> pytest.RunResult:
-        return self.pytester.runpytest_subprocess(*PLUGIN, "-W", "error", *arguments)
-
-    def opened(self) -> Counter[str]:
-        """How often each snapshot was opened, over all processes."""
-        lines = self.log.read_text().splitlines() if self.log.exists() else []
-        return Counter(Path(line.split()[2]).name for line in lines if line.split()[1] == "open")
+from plugin_suite import SNAPSHOT, SUITE, Suite, make_suite
 
 
 @pytest.fixture
 def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Suite:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    monkeypatch.setenv("PYTHONPATH", path)
-    monkeypatch.setenv(fake_engine.LOG, str(pytester.path / "engine.log"))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    return Suite(pytester)
+    return make_suite(pytester, monkeypatch)
 
 
 def test_ids_are_case_then_mitigation(suite: Suite) -> None:
@@ -223,9 +158,10 @@ def test_a_baseline_that_is_not_reproduced_turns_everything_red(suite: Suite) ->
 
 def test_no_case_is_a_skip_and_red_where_cases_are_required(suite: Suite) -> None:
     reason = f"no case in {suite.pytester.path / 'spike_cases'}"
-    result = suite.run("-rs")
+    result = suite.run("-q")
     result.assert_outcomes(skipped=6)
-    result.stdout.fnmatch_lines([f"SKIPPED * {reason}"])
+    told = f"{reason}: 6 tests that ask for one were skipped. Name a directory of cases with *"
+    result.stdout.fnmatch_lines(["*= spike replay =*", told])
     required = suite.run("--require-cases")
     required.assert_outcomes(errors=6)
     required.stdout.fnmatch_lines([f"*{reason}"])
@@ -270,7 +206,9 @@ def test_an_expectation_of_an_unknown_method_stops_the_run(suite: Suite) -> None
     suite.case("a", "expected: {no-such-method: pass}")
     result = suite.run()
     assert result.ret in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR)
-    result.stdout.fnmatch_lines(["*mitigation no-such-method: not registered; known: balance-*"])
+    file = suite.pytester.path / "spike_cases" / "a" / "case.yaml"
+    told = f"*{file}: expected: mitigation no-such-method: not registered; known: balance-*"
+    result.stdout.fnmatch_lines([told])
 
 
 GPU_SUITE = """
@@ -343,34 +281,3 @@ def test_nothing_of_torch_is_imported_by_the_plugin(suite: Suite) -> None:
         """
     )
     suite.run().assert_outcomes(passed=5)
-
-
-def test_trainer_and_backend_reach_the_engine(suite: Suite) -> None:
-    suite.case("a")
-    suite.pytester.makepyfile(
-        test_spikes="""
-        def test_whose(case, replay):
-            found = replay()
-            assert (found.trainer, found.backend) == ("my.losses:make", "native")
-        """
-    )
-    suite.run("--trainer", "my.losses:make").assert_outcomes(passed=1)
-    suite.run("--backend", "axrl").assert_outcomes(failed=1)
-    refused = suite.run("--backend", "axrl", "--trainer", "my.losses:make")
-    assert refused.ret == pytest.ExitCode.USAGE_ERROR
-    refused.stderr.fnmatch_lines(["ERROR: backend axrl: it cannot honour --trainer: *"])
-
-
-def test_the_layout_reaches_the_engine(suite: Suite) -> None:
-    suite.case("a")
-    suite.pytester.makepyfile(
-        test_spikes="""
-        def test_where(case, replay):
-            assert replay().layout == {"tp": 2, "pp": 1, "cp": 1, "ep": 1, "dp": 1}
-        """
-    )
-    suite.run("--layout", "tp=2").assert_outcomes(passed=1)
-    suite.run().assert_outcomes(failed=1)
-    refused = suite.run("--layout", "vpp=2")
-    assert refused.ret == pytest.ExitCode.USAGE_ERROR
-    refused.stderr.fnmatch_lines(["ERROR: layout 'vpp=2': *"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import fake_engine
 import pytest
@@ -11,7 +12,7 @@ from replay_lib import run
 from replay_lib.case import Case
 from replay_lib.errors import CaseError, EngineError, SnapshotError
 from replay_lib.run import ReplayOptions
-from replay_lib.suite import Sessions
+from replay_lib.suite import Sessions, caseless_lines
 
 ROOT = Path(__file__).parents[1]
 PLAIN = ROOT / "spike_cases/axrl-plain-step85/snapshot/iter_0000085"
@@ -113,3 +114,13 @@ def test_a_worker_that_died_leaves_the_side_effects(with_quiet, monkeypatch):
 def test_a_side_effect_of_a_case_without_a_quiet_control(sessions):
     with pytest.raises(CaseError, match="quiet: found none for disable-routing-replay, expected a"):
         sessions.side_effect("disable-routing-replay", "cpu")
+
+
+def test_tests_without_a_case_are_counted_by_their_reason() -> None:
+    def skipped(reason: str) -> SimpleNamespace:
+        return SimpleNamespace(longrepr=("test_x.py", 3, f"Skipped: {reason}"))
+
+    stats = {"skipped": [skipped("no case in x"), skipped("no device"), SimpleNamespace()]}
+    (line,) = caseless_lines(stats, "no case in x")
+    assert line.startswith("no case in x: 1 test that asks for one was skipped. Name a directory")
+    assert caseless_lines(stats, "no case in y") == caseless_lines({}, "no case in x") == []

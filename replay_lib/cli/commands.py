@@ -29,6 +29,7 @@ from replay_lib.cli.zoo import zoo
 from replay_lib.demo import RESULTS, run_demo
 from replay_lib.errors import SpikeReplayError, UsageError
 from replay_lib.exit_codes import ExitCode
+from replay_lib.expectations import check_expected
 from replay_lib.listing import describe_methods, describe_snapshot
 from replay_lib.methods import load_methods
 from replay_lib.record.results_file import append_results, check_results_file, read_results
@@ -109,8 +110,8 @@ Repeats = Annotated[
     int,
     typer.Option(
         metavar="N",
-        min=LEAST_REPEATS,
-        help="Replay the baseline N times; the spread of its norm enters the noise band.",
+        help=f"Replay the baseline N times, {LEAST_REPEATS} at least; the spread of its norm "
+        "enters the noise band.",
     ),
 ]
 Backend = Annotated[
@@ -247,12 +248,20 @@ def methods(
 ) -> None:
     """List all registered methods with family, seams and status."""
     known = load_methods(mitigations)
-    told = read_results(results or RESULTS) if results or RESULTS.is_file() else []
+    file = results or (RESULTS if RESULTS.is_file() else None)
+    told = read_results(file) if file else []
     described = describe_methods(known, told)
     if json:
-        print_json({"methods": described})
-    else:
-        stdout().print(methods_table(described))
+        source = {"file": str(file) if file else None, "count": len(told)}
+        print_json({"methods": described, "results": source})
+        return
+    stdout().print(methods_table(described))
+    stdout().print(
+        f"status: the best of {len(told)} results in {file}"
+        if file
+        else f"status: no result is known; {RESULTS} is not there. Name a file with --results FILE",
+        soft_wrap=True,
+    )
 
 
 @app.command()
@@ -339,7 +348,7 @@ def _replay(
     parse_experiments([against], "baseline", known)
     experiments = parse_experiments(texts, against, known)
     opened = Case.open(path)
-    parse_experiments(opened.expected, "baseline", known)  # an expectation nobody can meet
+    check_expected(opened, known)
     if results is not None:
         check_results_file(results)
     with progress() as tell:

@@ -21,14 +21,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from replay_lib import errors
 from replay_lib.engine.auto_layout import resolve_layout
+from replay_lib.engine.early import check_before_start
 from replay_lib.engine.endings import log_end, named_error, why_it_ended
 from replay_lib.engine.layout import AUTO, Layout
-from replay_lib.engine.machine import has_cuda
 from replay_lib.engine.protocol import Experiment, Outcome, SessionInfo
 from replay_lib.errors import EngineError, SpikeReplayError
-from replay_lib.trainers.names import GRPO, check_name
+from replay_lib.trainers.names import GRPO
 
 WORKER = "replay_lib.engine.worker"
 #: Starting takes 12 to 15 s on a GPU node and loading is bound by the disk; a hang is longer.
@@ -82,8 +81,7 @@ class ReplaySession:
         ``trainer``: whose loss is replayed, grpo, axrl or module:factory; the worker alone imports
         it. Raises the error that the worker met, or EngineError.
         """
-        check_name(trainer)
-        on = _resolve_device(device)
+        on = check_before_start(snapshot, device=device, rows=rows, trainer=trainer)
         chosen = resolve_layout(layout, Path(snapshot).resolve(), on, precision, dp_ranks)
         request = {
             "op": "open",
@@ -223,16 +221,6 @@ class ReplaySession:
         _trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _resolve_device(device: str) -> str:
-    if device == "auto":
-        return "cuda" if has_cuda() else "cpu"
-    if device not in ("cpu", "cuda"):
-        raise errors.UsageError(f"device {device!r}: expected auto, cpu or cuda")
-    if device == "cuda" and not has_cuda():
-        raise EngineError("device cuda was asked for, but no NVIDIA device is visible here")
-    return device
 
 
 class _Worker:

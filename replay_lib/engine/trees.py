@@ -20,8 +20,8 @@ from torch import Tensor
 
 from replay_lib.batch import RankBatch
 from replay_lib.engine.attention import Rows, rows_of
+from replay_lib.engine.early import no_trees
 from replay_lib.engine.tree_attention import Piece, pieces_of
-from replay_lib.errors import UsageError, fault
 from replay_lib.merged import PrefixTree, differing_routes, merged_routes, training_paths
 from replay_lib.routing import placeholder
 from replay_lib.tree_check import checked_tree
@@ -60,8 +60,7 @@ class Packing:
 def check_rows_option(wanted: str, batches: Sequence[RankBatch], where: Path) -> None:
     """Raise UsageError where a packing of trees is asked for and no row is one."""
     if wanted != "recorded" and all(batch.merge_info is None for batch in batches):
-        found = f"{wanted} asked for where no row is a prefix tree (merge_info)"
-        raise UsageError(fault(where, "rows", found, "recorded", "Leave the option out."))
+        raise no_trees(where, wanted)
 
 
 def tree_rows_of(batch: RankBatch, *, routes: bool) -> tuple[TreeRow, ...]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 NOT_FULL = "not full-fidelity"
+USUAL_REPEATS = 2  # the least number that shows whether replays repeat
 #: A case's table stays under 120 columns: the longest built-in slug and a verdict with one flag
 #: fit beside the numbers, what is longer is folded.
 WIDEST = {"experiment": 39, "verdict": 20}
@@ -116,8 +117,15 @@ _YELLOW = (Verdict.PARTIAL, Verdict.INCONCLUSIVE, Verdict.NOT_APPLICABLE)
 
 
 def case_line(result: Result) -> str:
-    """What the results of one case in one session have in common."""
-    return f"{result.case}: {_fidelity(result)}, {result.dtype} on {result.device}"
+    """What the results of one case in one session have in common.
+
+    Baselines are counted where there were more than the usual two, or where they differ.
+    """
+    line = f"{result.case}: {_fidelity(result)}, {result.dtype} on {result.device}"
+    if result.repeats is None or (result.repeats == USUAL_REPEATS and result.repeat_spread == 0):
+        return line
+    spread = _number(result.repeat_spread, ".1e") if result.repeat_spread else "0"
+    return f"{line}; {result.repeats} baselines, spread of their norm {spread}"
 
 
 def by_case(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:

@@ -13,7 +13,7 @@ from replay_lib.errors import SnapshotError, UnsupportedModelError, fault
 from replay_lib.snapshot.columns import checked_columns
 from replay_lib.snapshot.documents import NO_TRAINER, missing, read_json, read_text
 from replay_lib.snapshot.model import Snapshot
-from replay_lib.snapshot.pickles import load_untrusted
+from replay_lib.snapshot.pickles import file_names, load_untrusted
 from replay_lib.snapshot.reader import StoredBatch
 from replay_lib.snapshot.routes import handle_paths, plain_tree, read_payload, unwrap
 from replay_lib.snapshot.stand_ins import GRPO_TRAINER, StandIn, batch_table, is_a, trainer_table
@@ -48,6 +48,11 @@ def read_batch(path: Path) -> StoredBatch:
             fault(path, _HANDLES, str(error), "handles or trees for each row")
         ) from error
     return StoredBatch(columns=columns, paths=paths, trees=trees, where=path)
+
+
+def may_hold_trees(snapshot: Snapshot, dp_rank: int) -> bool:
+    """Whether the batch's pickle names the column of trees; a pickle stores names as they are."""
+    return file_names(snapshot.files_of(dp_rank).batch, _MERGE)
 
 
 def stored_payload(snapshot: Snapshot, dp_rank: int) -> list[Tensor] | None:

@@ -81,6 +81,22 @@ def load_stream(stream: Any, where: str | Path, table: Mapping[str, Callable[...
         raise broken(where, error) from error
 
 
+def file_names(path: Path, name: str) -> bool:
+    """Whether the pickle in ``path`` may speak of ``name``: its bytes are searched, nothing is run.
+
+    True as well where the file cannot be read like this; reading it whole tells why. No torch.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            infos = [i for i in archive.infolist() if i.filename.endswith("data.pkl")]
+            stored = all(i.compress_type == zipfile.ZIP_STORED for i in infos)
+            if len(infos) != 1 or not stored:
+                return True
+            return name.encode() in _read_program(archive, infos[0].filename)
+    except (OSError, ValueError, zipfile.BadZipFile):
+        return True
+
+
 def broken(where: str | Path, error: BaseException | str) -> SnapshotError:
     """The error for a file whose bytes make no sense."""
     if isinstance(error, BaseException):

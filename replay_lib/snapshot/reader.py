@@ -38,6 +38,9 @@ class Reader(Protocol):
     def stored_batch(self, snapshot: Snapshot, dp_rank: int) -> StoredBatch:
         """The batch of data-parallel rank ``dp_rank``."""
 
+    def may_hold_trees(self, snapshot: Snapshot, dp_rank: int) -> bool:
+        """False only where no row of that batch can be a prefix tree; needs no torch."""
+
     def stored_payload(self, snapshot: Snapshot, dp_rank: int) -> list[Tensor] | None:
         """Routes of that batch's distinct handles, ``[rows, L, K]``, of int16, int8 or uint8.
 

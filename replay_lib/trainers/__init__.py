@@ -1,6 +1,7 @@
 """Whose loss is replayed: the built-in one, AXRL's own class, or the user's.
 
     names       how a trainer is named on a command line; no torch
+    findable    whether one can be there, without importing it; no torch
     protocol    what a trainer is, what it gives back, and how that is checked
     loading     a name -> a trainer, in the worker only
     user        module:factory

@@ -32,19 +32,16 @@ from replay_lib.loss import (
     micro_batch_loss,
 )
 from replay_lib.trainers.axrl_source import (
-    NEEDS_PYTHON,
+    TRAINER,
     TRAINER_CLASS,
     TRAINER_MODULE,
-    VARIABLE,
-    find_axrl,
     fingerprint,
     outside_imports,
+    require_axrl,
 )
 from replay_lib.trainers.names import AXRL
 from replay_lib.trainers.protocol import LoadedTrainer, checked, token_loss
 from replay_lib.trainers.stand_ins import standing_in
-
-_WHERE = "trainer axrl"
 
 
 def load_axrl(saved: Mapping[str, Any]) -> LoadedTrainer:
@@ -57,7 +54,7 @@ def load_axrl(saved: Mapping[str, Any]) -> LoadedTrainer:
     real: Any = getattr(module, TRAINER_CLASS, None)
     config: Any = getattr(importlib.import_module("axrl.configs"), "GrpoTrainerConfig", None)
     if real is None or not issubclass(config, BaseModel):
-        raise TrainerError(fault(_WHERE, TRAINER_MODULE, "no such class", TRAINER_CLASS))
+        raise TrainerError(fault(TRAINER, TRAINER_MODULE, "no such class", TRAINER_CLASS))
     loss = AxrlLoss(real, config, saved)
     file = Path(str(module.__file__))
     note = f"the loss is {TRAINER_MODULE}.{TRAINER_CLASS} of {file} (sha256 {fingerprint(file)})"
@@ -66,15 +63,7 @@ def load_axrl(saved: Mapping[str, Any]) -> LoadedTrainer:
 
 def import_axrl() -> ModuleType:
     """The module of AXRL's trainer, imported with stand-ins for what is not installed."""
-    if sys.version_info < NEEDS_PYTHON:
-        found = ".".join(map(str, sys.version_info[:2]))
-        raise TrainerError(
-            fault(_WHERE, "Python", found, "3.12 or later, which AXRL's syntax needs")
-        )
-    root = find_axrl()
-    if root is None:
-        then = f"Install AXRL, or name a checkout of it in the environment variable {VARIABLE}."
-        raise TrainerError(fault(_WHERE, None, "no package axrl", "AXRL to be importable", then))
+    root = require_axrl()
     with _router_replay_kept(), _importable(root):
         _import_what_is_installed(root)
         return _import_trainer(root)
@@ -87,7 +76,7 @@ def _import_trainer(root: Path) -> ModuleType:
         except Exception as error:
             beside = f" (stand-ins were used for {', '.join(packages)})" if packages else ""
             raise TrainerError(
-                f"{_WHERE}: {TRAINER_MODULE} of {root} cannot be imported{beside}: "
+                f"{TRAINER}: {TRAINER_MODULE} of {root} cannot be imported{beside}: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
@@ -167,7 +156,7 @@ class AxrlLoss:
         if seen.advantage_BT is None or seen.weight_BT is None:
             raise TrainerError(
                 fault(
-                    f"{_WHERE}: {TRAINER_CLASS}.loss_func",
+                    f"{TRAINER}: {TRAINER_CLASS}.loss_func",
                     "get_loss_func",
                     "no policy loss that was called",
                     "one that gets advantages and token_mismatch_tir",
@@ -239,7 +228,7 @@ def axrl_config(
         field = ".".join(str(part) for part in first["loc"])
         raise SettingsError(
             fault(
-                f"{_WHERE}: {kind.__name__}",
+                f"{TRAINER}: {kind.__name__}",
                 field,
                 repr(first["input"]),
                 f"a value that AXRL takes ({first['msg']})",
@@ -265,7 +254,7 @@ def _fields(
             if value != field.default:
                 expected = "a setting that this version of AXRL has"
                 raise SettingsError(
-                    fault(f"{_WHERE}: {kind.__name__}", f"{prefix}{name}", repr(value), expected)
+                    fault(f"{TRAINER}: {kind.__name__}", f"{prefix}{name}", repr(value), expected)
                 )
         elif isinstance(value, EntropySettings | OpdSettings):
             group: Any = kind.model_fields[name].annotation

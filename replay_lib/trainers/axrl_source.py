@@ -6,6 +6,7 @@ import ast
 import hashlib
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from replay_lib.errors import TrainerError, fault
 VARIABLE = "SPIKE_REPLAY_AXRL"
 #: AXRL's syntax (type statements, typing.override) needs this Python.
 NEEDS_PYTHON = (3, 12)
+TRAINER = "trainer axrl"  # how errors name it
 PACKAGE = "axrl"
 TRAINER_MODULE = "axrl.trainer.grpo_trainer"
 TRAINER_CLASS = "GrpoTrainer"
@@ -36,6 +38,27 @@ def find_axrl() -> Path | None:
     spec = importlib.util.find_spec(PACKAGE)
     places = list(spec.submodule_search_locations or ()) if spec else []
     return Path(places[0]).resolve().parent if places else None
+
+
+def require_axrl() -> Path:
+    """As :func:`find_axrl`; TrainerError with what to do where AXRL cannot be imported here."""
+    if sys.version_info < NEEDS_PYTHON:
+        found = ".".join(map(str, sys.version_info[:2]))
+        raise TrainerError(
+            fault(
+                TRAINER,
+                "Python",
+                found,
+                "3.12 or later, which AXRL's syntax needs",
+                "Install this package for such a Python and call it there; grpo, the built-in "
+                "loss, runs here",
+            )
+        )
+    root = find_axrl()
+    if root is None:
+        then = f"Install AXRL, or name a checkout of it in the environment variable {VARIABLE}."
+        raise TrainerError(fault(TRAINER, None, "no package axrl", "AXRL to be importable", then))
+    return root
 
 
 def file_of(root: Path, module: str) -> Path | None:

@@ -8,6 +8,7 @@ from copy import deepcopy
 from typing import Any
 
 from replay_lib.errors import SpikeReplayError, TrainerError
+from replay_lib.trainers.findable import cannot_import, no_factory
 from replay_lib.trainers.protocol import LoadedTrainer, checked, seams_from
 
 
@@ -20,19 +21,12 @@ def load_user_trainer(name: str, saved: Mapping[str, Any]) -> LoadedTrainer:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        raise TrainerError(
-            f"trainer {name}: module {module_name!r} cannot be imported: "
-            f"{type(error).__name__}: {error}. It must lie where the command is called, or on "
-            "PYTHONPATH"
-        ) from error
+        told = f"{type(error).__name__}: {error}"
+        raise TrainerError(cannot_import(name, module_name, told)) from error
     factory = getattr(module, factory_name, None)
     if not callable(factory):
         found = "nothing" if factory is None else type(factory).__name__
-        raise TrainerError(
-            f"trainer {name}: found {found} under the name {factory_name!r} in "
-            f"{module.__file__}, expected a factory that takes the recorded settings and returns "
-            "a trainer"
-        )
+        raise TrainerError(no_factory(name, found, module.__file__))
     try:
         made = factory(deepcopy(dict(saved)))
     except SpikeReplayError:

@@ -227,7 +227,7 @@ def test_a_packing_of_trees_is_refused_where_there_are_none():
         check_rows_option("unmerged", [flat], Path("x"))
     assert str(caught.value) == (
         "x: rows: found unmerged asked for where no row is a prefix tree (merge_info), expected "
-        "recorded. Leave the option out."
+        "recorded. Leave the option --rows out"
     )
 
 

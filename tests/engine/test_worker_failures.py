@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from replay_lib.engine import session as session_module
+from replay_lib.engine import early
 from replay_lib.engine.protocol import Experiment
 from replay_lib.engine.session import ReplaySession
 from replay_lib.errors import EngineError, UsageError, WeightsError
@@ -139,8 +139,8 @@ def test_a_snapshot_without_a_parameter_is_refused_by_name(plain_path, tmp_path)
 
 
 def test_devices_that_are_not_there_are_refused(plain_path, monkeypatch):
-    monkeypatch.setattr(session_module, "has_cuda", lambda: False)
-    with pytest.raises(EngineError, match="no NVIDIA device is visible here"):
+    monkeypatch.setattr(early, "has_cuda", lambda: False)
+    with pytest.raises(UsageError, match="no NVIDIA device is visible here"):
         ReplaySession.open(plain_path, device="cuda")
     with pytest.raises(UsageError, match="expected auto, cpu or cuda"):
         ReplaySession.open(plain_path, device="tpu")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 
-from make_results import KEPT, outcome, result, some_results
+from make_results import BASELINE, KEPT, outcome, result, some_results
 from rich.console import Console
 from syrupy.assertion import SnapshotAssertion
 
 from replay_lib.record.result import SideEffect
 from replay_lib.record.table import (
     CASE_COLUMNS,
+    case_line,
     document_table,
     plain_tables,
     reproduction_table,
@@ -84,6 +85,19 @@ def test_what_counted_under_carried_old_log_probabilities_is_shown() -> None:
     assert (cells["ratio"], cells["carried"]) == ("1.200", "2.500")
     assert (cells["reduction"], cells["retained"]) == ("37.5%", "20%")
     assert cells["verdict"] == "degenerate (old_sensitive, worse)"
+
+
+def test_baselines_are_counted_where_more_were_asked_for_or_they_differ() -> None:
+    usual = result(BASELINE)
+    assert case_line(usual) == "tiny-step85: folded, float32 on cpu"
+    more = usual.model_copy(update={"repeats": 5})
+    assert case_line(more).endswith(" on cpu; 5 baselines, spread of their norm 0")
+    apart = usual.model_copy(update={"repeat_spread": 1.25e-7})
+    told = "; 2 baselines, spread of their norm 1.2e-07"
+    assert case_line(apart).endswith(told)
+    assert plain_tables([apart]).splitlines()[0].endswith(told)
+    older = usual.model_copy(update={"repeats": None, "repeat_spread": None})
+    assert case_line(older) == case_line(usual)
 
 
 def test_a_reduced_replay_says_so_in_every_table() -> None:

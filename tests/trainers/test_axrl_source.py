@@ -125,10 +125,12 @@ def test_axrl_that_is_absent_or_too_new_for_this_python_is_named(monkeypatch) ->
     with pytest.raises(TrainerError) as caught:
         import_axrl()
     assert str(caught.value) == (
-        "trainer axrl: Python: found 3.11, expected 3.12 or later, which AXRL's syntax needs"
+        "trainer axrl: Python: found 3.11, expected 3.12 or later, which AXRL's syntax needs. "
+        "Install this package for such a Python and call it there; grpo, the built-in loss, runs "
+        "here"
     )
     monkeypatch.setattr("replay_lib.trainers.axrl.sys.version_info", (3, 12, 1))
-    monkeypatch.setattr("replay_lib.trainers.axrl.find_axrl", lambda: None)
+    monkeypatch.setattr("replay_lib.trainers.axrl_source.find_axrl", lambda: None)
     with pytest.raises(TrainerError) as caught:
         import_axrl()
     assert str(caught.value) == (

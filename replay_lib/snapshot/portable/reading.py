@@ -5,6 +5,7 @@ Every file is compared with its sha256 before anything of it is used.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,6 +81,17 @@ def _tree(tree: Any) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ValueError(f"a tree of a {type(tree).__name__}")
     return tree
+
+
+def may_hold_trees(snapshot: Snapshot, dp_rank: int) -> bool:
+    """Whether a row of the batch is not known to have no tree."""
+    manifest = manifest_of(snapshot.path)
+    file = manifest.verified(layout.portable_rows(dp_rank), _BATCH_IS)
+    try:
+        trees = json.loads(file.read_bytes())["trees"]
+        return any(tree is not None for tree in trees)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return True  # reading it whole tells what is wrong
 
 
 def stored_payload(snapshot: Snapshot, dp_rank: int) -> list[Tensor] | None:
