@@ -6,7 +6,6 @@ The directory's name is the case's name and the test id. A bare snapshot is a ca
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from replay_lib import layout
 from replay_lib.digests import check_digests
 from replay_lib.engine.protocol import Experiment
-from replay_lib.errors import CaseError, fault
+from replay_lib.errors import CaseError, fault, number_hint
 from replay_lib.rule import RECORDING_REDUCTION, TARGET_RATIO, Verdict
 from replay_lib.verdict import Bound
 
@@ -315,14 +314,10 @@ def _told(file: Path, error: ValidationError) -> str:
             known = ", ".join(_known(one["loc"][:-1]))
             lines.append(fault(file, field, "an unknown key", f"one of {known}"))
         else:
-            lines.append(fault(file, field, repr(one["input"]), one["msg"], _hint(one["input"])))
+            lines.append(
+                fault(file, field, repr(one["input"]), one["msg"], number_hint(one["input"]))
+            )
     return "\n".join(lines)
-
-
-def _hint(found: object) -> str | None:
-    """YAML 1.1 reads 1e-5 as text, the commonest slip in a file of tolerances."""
-    is_number = isinstance(found, str) and re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", found)
-    return f"YAML reads {found} as text: write it with a point, as in 1.0e-5" if is_number else None
 
 
 def _known(place: tuple[int | str, ...]) -> list[str]:

@@ -6,6 +6,7 @@ import functools
 import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from replay_lib.errors import CaseError, fault
 
@@ -40,23 +41,44 @@ def check_digests(case_file: Path, directories: Iterable[Path], stated: Mapping[
     the snapshots, whose files it must name all. A large case is read at some 0.5 GB/s or more,
     which is little beside loading it.
     """
+    wrong = [
+        fault(case_file, f"sha256.{each.name}", each.found, each.stated, THEN)
+        if each.stated
+        else fault(case_file, "sha256", f"nothing about {each.name}", _EVERY, THEN)
+        for each in broken_seals(case_file, directories, stated)
+    ]
+    if wrong:
+        raise CaseError("\n".join(wrong))
+
+
+_EVERY = "every file of a snapshot"
+
+
+class BrokenSeal(NamedTuple):
+    """A file that is not as it was sealed: ``stated`` is its digest, empty where none is."""
+
+    name: str
+    found: str
+    stated: str
+
+
+def broken_seals(
+    case_file: Path, directories: Iterable[Path], stated: Mapping[str, str]
+) -> list[BrokenSeal]:
+    """What :func:`check_digests` raises, as values; none where nothing is ``stated``."""
     if not stated:
-        return
+        return []
     root = case_file.parent
     listed = {_place(root / name): name for name in stated}
     wrong = [
-        fault(case_file, f"sha256.{name}", found, stated[name], THEN)
+        BrokenSeal(name, found, stated[name])
         for place, name in listed.items()
         if (found := digest_of(place) if place.is_file() else "no such file") != stated[name]
     ]
     for directory in directories:
         extra = [file for file in _files(directory) if _place(file) not in listed]
-        wrong += [
-            fault(case_file, "sha256", f"nothing about {file}", "every file of a snapshot", THEN)
-            for file in extra
-        ]
-    if wrong:
-        raise CaseError("\n".join(wrong))
+        wrong += [BrokenSeal(str(file), "a file", "") for file in extra]
+    return wrong
 
 
 def _files(directory: Path) -> list[Path]:

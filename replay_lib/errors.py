@@ -20,6 +20,7 @@ Each has a stable ``code`` (used in JSON output) and an ``exit_code`` (used by t
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -133,3 +134,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str | None:
         return None
     *first, last = near
     return f"did you mean {', '.join(first)} or {last}?" if first else f"did you mean {last}?"
+
+
+def number_hint(found: object) -> str | None:
+    """What to do about a number without a point, as in 1e-5: YAML 1.1 reads it as text."""
+    is_number = isinstance(found, str) and re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", found)
+    return f"YAML reads {found} as text: write it with a point, as in 1.0e-5" if is_number else None

@@ -22,7 +22,8 @@ def describe_snapshot(path: str | Path) -> dict[str, Any]:
     """What the snapshot (or the snapshot of a case) at ``path`` states about itself.
 
     Routing payloads are counted in the files, which needs torch; the rest is read without it.
-    ``model_differences`` is what a replay would run with instead of what was saved.
+    ``model_differences`` is what a replay would run with instead of what was saved, ``refused`` why
+    there would be none.
     """
     from replay_lib.snapshot.batches import payload_counts
 
@@ -46,7 +47,7 @@ def describe_snapshot(path: str | Path) -> dict[str, Any]:
         "worker": snapshot.worker.model_dump(mode="json"),
         "ranks": [_rank(snapshot, dp, counts[dp]) for dp in range(snapshot.parallel.dp)],
         "routing_payloads_rank0": snapshot.routing_payload_count_rank0,
-        "model_differences": _differences(snapshot),
+        **_replayed_model(snapshot),
         "files": dict(snapshot.sizes),
         "bytes": snapshot.size,
         "quiet": str(case.quiet) if case.quiet else None,
@@ -56,16 +57,23 @@ def describe_snapshot(path: str | Path) -> dict[str, Any]:
     }
 
 
-def _differences(snapshot: Snapshot) -> list[dict[str, Any]] | str:
-    """Where a replay's model would not be the saved one; why there would be none, as text."""
+def _replayed_model(snapshot: Snapshot) -> dict[str, Any]:
+    """Where a replay's model would not be the saved one, and what the engine refuses."""
     from replay_lib.engine.effective import planned_differences
+    from replay_lib.engine.refusals import refusals
     from replay_lib.snapshot.run_config import load_model_fields
 
     try:
-        found = planned_differences(snapshot, load_model_fields(snapshot))
+        fields = load_model_fields(snapshot)
     except SpikeReplayError as error:
-        return str(error)
-    return [d.model_dump(mode="json") for d in found]
+        return {"model_differences": str(error), "refused": [str(error)]}
+    refused = refusals(snapshot, fields)
+    found: list[dict[str, Any]] | str
+    try:
+        found = [d.model_dump(mode="json") for d in planned_differences(snapshot, fields)]
+    except SpikeReplayError as error:
+        found = str(error)
+    return {"model_differences": found, "refused": list(refused.all)}
 
 
 def _ratio(snapshot: Snapshot) -> float | str | None:

@@ -351,3 +351,14 @@ def other_parameters(content: Content) -> Content:
 def unread_settings(content: Content, value: Any) -> Content:
     """An option of the worker that nothing here reads."""
     return with_worker(content, brand_new_option=value)
+
+
+def broken_tree(content: Content, **fields: Any) -> Content:
+    """Other fields in the prefix tree of the first merged row of data-parallel rank 0."""
+    batch = content.batches[0]
+    rows = list(batch.merge_info or ())
+    first = next(i for i, row in enumerate(rows) if row is not None)
+    merged = rows[first]
+    assert merged is not None and merged.tree is not None
+    rows[first] = dataclasses.replace(merged, tree={**merged.tree, **fields})
+    return with_batch(content, 0, merge_info=tuple(rows))

@@ -51,6 +51,11 @@ CODES: dict[str, Code] = {
         "the trainer's metadata stands in metadata.json, over Megatron's own",
         "It is read; give Megatron its own file back before Megatron itself loads the directory.",
     ),
+    "case-unsealed": Code(
+        _E,
+        "a file of a sealed case is not the one that was sealed, is missing, or is not listed",
+        "Restore the file; if the change is meant, seal the case anew.",
+    ),
     # norms
     "norm-missing": Code(
         _W,
@@ -171,6 +176,11 @@ CODES: dict[str, Code] = {
         "the log-ratios of a row add up to a weight that explodes with its length",
         "A weight of whole sequences must be a mean over tokens, or be bounded.",
     ),
+    "tree-inconsistent": Code(
+        _E,
+        "a merged row's prefix tree contradicts itself, its row or its routes",
+        "It cannot be replayed: copy the file again, or look at what merged the row.",
+    ),
     # routes
     "route-missing": Code(
         _E,
@@ -249,9 +259,26 @@ CODES: dict[str, Code] = {
         "a field of the model section that is switched on and that nothing here knows",
         "Look up what it does; if it changes the step, replay with a backend that knows it.",
     ),
+    "model-field-assumed": Code(
+        _W,
+        "a field of the model section that shapes the step is not there; Megatron-Core's default "
+        "is replayed",
+        "Check it against the run, and state it in run_config.yaml.",
+    ),
+    "model-value": Code(
+        _E,
+        "a field of the model section has a value that it cannot have",
+        "Correct it in run_config.yaml, or copy that again.",
+    ),
+    "run-unsupported": Code(
+        _E,
+        "the run used what the engine does not model: fp8, fp16, an fp32 output layer in a "
+        "bfloat16 model, a critic",
+        "Replay it with a backend that does.",
+    ),
     "model-unsupported": Code(
         _E,
-        "the model has something that the engine does not model",
+        "the model has something that the engine does not model, or would replay otherwise",
         "Replay it with a backend that does.",
     ),
     "padding-moves-balance": Code(

@@ -8,7 +8,7 @@ from typing import Any
 from replay_lib import layout
 from replay_lib.analysis.findings import Finding, Place, finding
 from replay_lib.engine.effective import LAYOUT, unknown_fields, what_ran
-from replay_lib.engine.model_config import refused_fields
+from replay_lib.engine.refusals import refusals
 from replay_lib.snapshot.model import Snapshot
 
 _OFF = (None, False, 0, 0.0, "", "none")
@@ -20,9 +20,15 @@ def check_config(snapshot: Snapshot, fields: Mapping[str, Any]) -> Iterator[Find
     for one in ran.contradictions:
         if one.matters or one.field in LAYOUT:
             yield finding("config-differs", layout.RUN_CONFIG, one.told())
-    refused = refused_fields(ran.fields)
-    if refused:
-        yield finding("model-unsupported", layout.RUN_CONFIG, "; ".join(refused))
+    for each in ran.assumed:
+        yield finding("model-field-assumed", layout.RUN_CONFIG, each.told())
+    refused = refusals(snapshot, fields)
+    if refused.run:
+        yield finding("run-unsupported", layout.WORKER_CONFIG, "; ".join(refused.run))
+    if refused.model:
+        yield finding("model-unsupported", layout.RUN_CONFIG, "; ".join(refused.model))
+    for told in refused.values:
+        yield finding("model-value", layout.RUN_CONFIG, told)
     for one in unknown_fields(ran.fields):
         yield finding("model-field-unknown", layout.RUN_CONFIG, one.told())
     if not snapshot.worker.deterministic_mode:

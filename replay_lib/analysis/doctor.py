@@ -102,7 +102,7 @@ def examine(path: str | Path) -> Examined:
     for examination in _EXAMINATIONS:
         examination(chart)
     chart.tally("files", len(snapshot.sizes))
-    return Examined(snapshot=directory, findings=_sorted(chart.findings), read=chart.read)
+    return Examined(snapshot=directory, findings=in_order(chart.findings), read=chart.read)
 
 
 def _unopened(directory: Path, error: SpikeReplayError) -> Examined:
@@ -113,7 +113,7 @@ def _unopened(directory: Path, error: SpikeReplayError) -> Examined:
     if file not in {f.file for f in found}:
         found.append(from_error(error, file))
     files = sum(1 for p in directory.iterdir() if p.is_file())
-    return Examined(snapshot=directory, findings=_sorted(found), read={"files": files})
+    return Examined(snapshot=directory, findings=in_order(found), read={"files": files})
 
 
 def _file_in(text: str, directory: Path) -> str:
@@ -121,7 +121,8 @@ def _file_in(text: str, directory: Path) -> str:
     return text.split(":", 1)[0].removeprefix(f"{directory}/")
 
 
-def _sorted(found: Iterable[Finding]) -> tuple[Finding, ...]:
+def in_order(found: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Each finding once, the worst first."""
     order, severities = list(CODES), list(Severity)
     unique = dict.fromkeys(found)
     return tuple(
@@ -233,6 +234,7 @@ def _batches(chart: _Chart) -> None:
 def _batch(chart: _Chart, batch: RankBatch) -> None:
     from replay_lib.analysis.columns import check_columns
     from replay_lib.analysis.routes import check_rank_routes
+    from replay_lib.analysis.trees import check_trees
 
     files = chart.snapshot.files_of(batch.dp_rank)
     at = Place(dp_rank=batch.dp_rank)
@@ -248,9 +250,10 @@ def _batch(chart: _Chart, batch: RankBatch) -> None:
     chart.tally("tokens", sum(lengths))
     chart.tally("loss_tokens", int(batch.loss_mask.sum()))
     chart.add(check_columns(batch, files.batch, chart.settings, chart.vocab), files.batch, at)
+    replayed = chart.snapshot.worker.enable_routing_replay
+    chart.add(check_trees(batch, files.batch, replayed=replayed), files.batch, at)
     if (shape := _router_shape(chart)) is not None:
         routing = files.routing or files.batch
-        replayed = chart.snapshot.worker.enable_routing_replay
         found = check_rank_routes(batch, routing, shape, replayed=replayed)
         chart.add(found, routing, at)
 

@@ -9,8 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from replay_lib.analysis import Examined, Finding, Severity, describe_environment, examine
-from replay_lib.case import Case
+from replay_lib.analysis import Examined, Finding, Severity, describe_environment, examine_case
 from replay_lib.cli.arguments import as_path
 from replay_lib.cli.output import key_value_table, print_json, stdout
 from replay_lib.exit_codes import ExitCode
@@ -33,7 +32,7 @@ def doctor(
     if snapshot is None:
         _tell_environment(json)
         return
-    examined = examine(Case.open(snapshot).snapshot)
+    examined = examine_case(snapshot)
     code = ExitCode.FINDINGS if examined.count(Severity.ERROR) else ExitCode.GREEN
     if json:
         print_json(examined.as_json() | {"exit_code": int(code)})

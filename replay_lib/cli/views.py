@@ -66,7 +66,7 @@ def _notes(results: Sequence[Result]) -> list[str]:
 
 def snapshot_values(described: Mapping[str, Any]) -> dict[str, Any]:
     """What ``show`` prints, one line a topic."""
-    apart = ("worker", "files", "ranks", "bytes", "model_differences")
+    apart = ("worker", "files", "ranks", "bytes", "model_differences", "refused")
     values = {k: v for k, v in described.items() if k not in apart}
     for name in ("spike_settings", "parallel"):
         values[name] = _joined(described[name])
@@ -81,6 +81,8 @@ def snapshot_values(described: Mapping[str, Any]) -> dict[str, Any]:
     provenance = described["provenance"]
     values["provenance"] = _joined(provenance) if provenance else None
     values |= _model_values(described["model_differences"])
+    if described["refused"]:
+        values["replay refuses"] = "; ".join(described["refused"])
     values["files"] = f"{len(described['files'])}, {described['bytes'] / 1e6:.1f} MB"
     return values
 
@@ -88,7 +90,7 @@ def snapshot_values(described: Mapping[str, Any]) -> dict[str, Any]:
 def _model_values(differences: Any) -> dict[str, Any]:
     """Differences of the model: a line for each that matters, one for all that do not."""
     if isinstance(differences, str):
-        return {"model": differences}
+        return {}  # told as what the replay refuses
     found = [Difference.model_validate(d) for d in differences]
     lines: dict[str, list[str]] = {f"model ({d.kind})": [] for d in found if d.matters}
     for one in found:

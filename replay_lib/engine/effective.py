@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from replay_lib.engine.meanings import entry_of
-from replay_lib.engine.model_config import OWN_SETTINGS, ModelConfig, model_config
+from replay_lib.engine.model_config import (
+    ASSUMED,
+    OWN_SETTINGS,
+    ModelConfig,
+    activation_name,
+    model_config,
+)
 from replay_lib.engine.protocol import Difference
 from replay_lib.errors import UnsupportedModelError
 from replay_lib.layout import RUN_CONFIG, WORKER_CONFIG
@@ -65,10 +71,16 @@ _OFF: tuple[Any, ...] = (None, False, 0, 0.0, "", "none", [], {}, ())
 
 @dataclass(frozen=True)
 class Ran:
-    """The model section as it ran, and where the two files contradict each other."""
+    """The model section as it ran, where the two files contradict each other, what none states."""
 
     fields: dict[str, Any]
     contradictions: tuple[Difference, ...]
+    assumed: tuple[Difference, ...]
+
+    @property
+    def told(self) -> tuple[Difference, ...]:
+        """All that a reader of the two files has to know."""
+        return self.contradictions + self.assumed
 
 
 def what_ran(worker: WorkerConfig, parallel: Parallel, fields: Mapping[str, Any]) -> Ran:
@@ -99,7 +111,24 @@ def what_ran(worker: WorkerConfig, parallel: Parallel, fields: Mapping[str, Any]
     ran = dict(fields) | kept
     if ran.get("bf16"):  # Megatron's wrapper casts every parameter, whatever it was built in
         ran["params_dtype"] = "bfloat16"
-    return Ran(fields=ran, contradictions=tuple(wrong))
+    return Ran(fields=ran, contradictions=tuple(wrong), assumed=_assumed(ran))
+
+
+def _assumed(fields: Mapping[str, Any]) -> tuple[Difference, ...]:
+    """Fields of weight that the section does not have, and that take Megatron-Core's default."""
+    return tuple(
+        Difference(
+            field=field,
+            kind="assumed",
+            saved=None,
+            source=RUN_CONFIG,
+            effective=value,
+            meaning="changes the step",
+            reason="no file states it, so Megatron-Core's default is taken",
+        )
+        for field, value in ASSUMED.items()
+        if field not in fields and _applies(field, fields)
+    )
 
 
 def _applies(field: str, fields: Mapping[str, Any]) -> bool:
@@ -143,7 +172,9 @@ def effective_differences(
     found = [
         _replaced(field, saved, effective[field])
         for field, saved in sorted(ran.items())
-        if field in effective and not _alike(field, saved, effective[field])
+        if field in effective
+        and _applies(field, ran)
+        and not _alike(field, saved, effective[field])
     ]
     return tuple(found) + unknown_fields({f: v for f, v in ran.items() if f not in effective})
 
@@ -158,39 +189,43 @@ def unknown_fields(fields: Mapping[str, Any]) -> tuple[Difference, ...]:
 
 
 def planned_differences(snapshot: Snapshot, fields: Mapping[str, Any]) -> tuple[Difference, ...]:
-    """What a replay of ``snapshot`` would differ in, contradictions first; builds no model.
+    """What a replay of ``snapshot`` would differ in, the files themselves first; builds no model.
 
     Raises UnsupportedModelError as :func:`model_config` does.
     """
     ran = what_ran(snapshot.worker, snapshot.parallel, fields)
-    return ran.contradictions + effective_differences(
-        ran.fields, planned_values(model_config(ran.fields))
-    )
+    return ran.told + effective_differences(ran.fields, planned_values(model_config(ran.fields)))
 
 
 def planned_values(config: ModelConfig) -> dict[str, Any]:
     """The values that a model built from ``config`` is to have, by the model section's names."""
-    values: dict[str, Any] = dict(config.transformer) | dict(config.gpt) | dict(OWN_SETTINGS)
+    values: dict[str, Any] = ASSUMED | config.transformer | config.gpt | OWN_SETTINGS
     return values | {
+        "activation_func": f"torch.nn.functional.{config.activation}",
         "params_dtype": config.dtype,
         "attention_softmax_in_fp32": True,
     }
 
 
-def refuse_another_step(differences: Iterable[Difference], *, allowed: Iterable[str] = ()) -> None:
-    """UnsupportedModelError naming each field whose difference makes the step another one.
+def another_step(differences: Iterable[Difference], *, allowed: Iterable[str] = ()) -> list[str]:
+    """Each field whose difference makes the step another one, with its values and the reason.
 
     A contradiction between files is no reason: what ran is settled, and replayed. ``allowed`` are
     fields that were asked to differ.
     """
-    found = [
+    return [
         f"model.{d.field}={d.saved!r}, where the model here has {d.effective!r}: {d.reason}"
         for d in differences
         if d.kind == "replaced" and d.meaning == "changes the step" and d.field not in set(allowed)
     ]
+
+
+def refuse_another_step(differences: Iterable[Difference], *, allowed: Iterable[str] = ()) -> None:
+    """UnsupportedModelError with what :func:`another_step` finds, if anything."""
+    found = another_step(differences, allowed=allowed)
     if found:
         raise UnsupportedModelError(
-            f"{RUN_CONFIG}: the model that was built is not the one that ran: {'; '.join(found)}. "
+            f"{RUN_CONFIG}: the model here is not the one that ran: {'; '.join(found)}. "
             "Replay it with a backend that takes these values."
         )
 
@@ -226,6 +261,8 @@ def _unknown(field: str, saved: Any) -> Difference:
 
 
 def _alike(field: str, saved: Any, effective: Any) -> bool:
+    if field == "activation_func" and saved is not None:
+        saved = activation_name({field: saved})
     return (saved is None and field in DERIVED) or same(saved, effective)
 
 

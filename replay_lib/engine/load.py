@@ -19,6 +19,7 @@ from replay_lib.engine.comm import Comm
 from replay_lib.engine.effective import (
     difference_notes,
     effective_differences,
+    planned_values,
     refuse_another_step,
     what_ran,
 )
@@ -46,6 +47,7 @@ from replay_lib.engine.model import LiveModel, build_model
 from replay_lib.engine.model_config import ModelConfig, model_config
 from replay_lib.engine.parts import part_of
 from replay_lib.engine.protocol import Difference, Fidelity, Frozen, SessionInfo
+from replay_lib.engine.refusals import refuse_run
 from replay_lib.engine.routes import attach
 from replay_lib.engine.sharing import counted_here
 from replay_lib.engine.step import Loaded
@@ -109,11 +111,13 @@ def load(request: OpenRequest, comm: Comm, watch: Stopwatch) -> tuple[Loaded, Se
     layout cannot do is refused before that, on every rank alike.
     """
     snapshot = open_snapshot(Path(request.snapshot))
-    _refuse_unsupported_run(snapshot)
+    refuse_run(snapshot)
     ran = what_ran(snapshot.worker, snapshot.parallel, load_model_fields(snapshot))
     fields = ran.fields
     with _refused_by_megatron(snapshot):
         config = model_config(fields, request.precision)
+    planned = effective_differences(fields, planned_values(config))
+    refuse_another_step(planned, allowed=_asked_for(request, replay=True))
     dp_ranks = _dp_ranks(snapshot, request.dp_ranks)
     layout = Layout(**request.layout)
     index = SafeReader(snapshot.path).read_metadata()
@@ -175,7 +179,7 @@ def load(request: OpenRequest, comm: Comm, watch: Stopwatch) -> tuple[Loaded, Se
         dp_ranks=dp_ranks,
         deterministic=request.deterministic,
         seconds=watch.seconds,
-        differences=ran.contradictions + differences,
+        differences=ran.told + differences,
     )
 
 
@@ -221,21 +225,6 @@ def _refused_by_megatron(snapshot: Snapshot) -> Iterator[None]:
             f"{snapshot.path / RUN_CONFIG}: no model can be built from the model section: "
             f"{type(error).__name__}: {error or 'an assertion of Megatron-Core'}"
         ) from error
-
-
-def _refuse_unsupported_run(snapshot: Snapshot) -> None:
-    worker = snapshot.worker
-    refused = {
-        "fp8": bool(worker.fp8),
-        "fp16": worker.fp16,
-        "enable_fp32_lm_head": worker.enable_fp32_lm_head and worker.bf16,
-        "model_role (critic)": worker.model_role != "actor",
-    }
-    named = [name for name, there in refused.items() if there]
-    if named:
-        raise UnsupportedModelError(
-            f"{snapshot.path}: the run used {', '.join(named)}, which this engine does not model"
-        )
 
 
 def _dp_ranks(snapshot: Snapshot, wanted: tuple[int, ...] | None) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from replay_lib.engine.field_values import wrong_values
 from replay_lib.errors import UnsupportedModelError, fault
 from replay_lib.layout import RUN_CONFIG
 
@@ -105,12 +106,29 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mup_embedding_mult": (1.0, None),
     "mup_output_mult": (1.0, None),
     "mup_width_mult": (1.0, None),
+    "mup_attn_scale_power": (1.0, None),
+    "enable_autocast": (False, None),
+    "first_last_layers_bf16": (False, None),
     "moe_mlp_glu_interleave_size": (None,),
     "moe_shared_expert_glu_interleave_size": (None,),
     "moe_expert_rank_capacity_factor": (None,),
     "window_attn_skip_freq": (None,),
     "moe_router_topk_limited_devices": (None,),
     "rotary_scaling_factor": (None,),
+}
+
+#: What Megatron-Core (its TransformerConfig and GPTModel) takes for a field of weight that a
+#: section does not state. A provider states them all; a section without them is not of one.
+ASSUMED: dict[str, Any] = {
+    "activation_func": "torch.nn.functional.gelu",
+    "add_bias_linear": True,
+    "gated_linear_unit": False,
+    "layernorm_epsilon": 1e-5,
+    "normalization": "LayerNorm",
+    "rotary_base": 10000,
+    "moe_layer_freq": 1,
+    "moe_router_score_function": "softmax",
+    "moe_router_topk": 2,
 }
 
 #: What the replay decides for itself: one step on few ranks, nothing fused, nothing recomputed.
@@ -184,19 +202,24 @@ def model_config(fields: Mapping[str, Any], precision: str = "recorded") -> Mode
     ``precision``: ``recorded``, or ``float32`` or ``bfloat16`` to run in another dtype. Raises
     UnsupportedModelError that names every field in the way at once.
     """
-    refused = refused_fields(fields)
+    refused, wrong = refused_fields(fields), wrong_values(fields)
+    told = []
     if refused:
-        raise UnsupportedModelError(
-            f"{RUN_CONFIG}: this engine does not model "
+        told.append(
+            "this engine does not model "
             + "; ".join(refused)
             + ". Replay it with a backend that does, or export a snapshot without them."
         )
+    if wrong:
+        told.append("; ".join(wrong) + ". Correct the model section, or copy it again.")
+    if told:
+        raise UnsupportedModelError(f"{RUN_CONFIG}: {' '.join(told)}")
     taken = {k: fields[k] for k in TAKEN if fields.get(k) is not None}
-    gpt = {k: fields.get(k, default) for k, default in GPT_FIELDS.items()}
+    gpt = {k: v if (v := fields.get(k)) is not None else d for k, d in GPT_FIELDS.items()}
     return ModelConfig(
         transformer=taken,
         gpt=gpt,
-        activation=ACTIVATIONS[_activation_name(fields)],
+        activation=ACTIVATIONS[activation_name(fields)],
         dtype=_dtype(fields, precision),
         max_sequence_length=int(fields.get("seq_length") or 0),
     )
@@ -215,14 +238,16 @@ def refused_fields(fields: Mapping[str, Any]) -> list[str]:
         found.append(f"model.moe_router_load_balancing_type={balancing!r} (state over steps)")
     if fields.get("position_embedding_type", "rope") not in ("rope", "none"):
         found.append(f"model.position_embedding_type={fields['position_embedding_type']!r}")
-    if _activation_name(fields) not in ACTIVATIONS:
+    if activation_name(fields) not in ACTIVATIONS:
         found.append(f"model.activation_func={fields.get('activation_func')!r}")
-    missing = [k for k in ("num_layers", "hidden_size", "num_attention_heads") if not fields.get(k)]
+    needed = ("num_layers", "hidden_size", "num_attention_heads")
+    missing = [k for k in needed if fields.get(k) is None]
     return found + [f"a model section without {k}" for k in missing]
 
 
-def _activation_name(fields: Mapping[str, Any]) -> str:
-    name = fields.get("activation_func") or "torch.nn.functional.gelu"
+def activation_name(fields: Mapping[str, Any]) -> str:
+    """The dotted name of the activation, by torch's public module."""
+    name = fields.get("activation_func") or ASSUMED["activation_func"]
     return str(name).replace("torch._C._nn.", "torch.nn.functional.")
 
 

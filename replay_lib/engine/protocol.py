@@ -171,12 +171,13 @@ class Difference(Frozen):
 
     ``saved`` is what ``source`` states, ``effective`` what the replay runs with (plain values).
     ``kind``: contradiction (two files disagree; ``effective`` is what ran), replaced (the replay's
-    model has another value than ran), unknown (nobody here knows the field; it is not taken over).
+    model has another value than ran), unknown (nobody here knows the field; it is not taken over),
+    assumed (no file states it).
     ``meaning`` says whether the step is another one, ``reason`` why.
     """
 
     field: str
-    kind: Literal["contradiction", "replaced", "unknown"]
+    kind: Literal["contradiction", "replaced", "unknown", "assumed"]
     saved: Any
     source: str
     effective: Any
@@ -191,8 +192,9 @@ class Difference(Frozen):
     def told(self) -> str:
         """One line."""
         means = {"changes the step": "which changes the step", "does not": "same step"}
+        says = "does not state it" if self.kind == "assumed" else f"says {self.saved!r}"
         return (
-            f"model.{self.field}: {self.source} says {self.saved!r}, replayed is "
+            f"model.{self.field}: {self.source} {says}, replayed is "
             f"{self.effective!r} ({means.get(self.meaning, 'effect unknown')}; {self.reason})"
         )
 

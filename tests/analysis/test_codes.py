@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,13 @@ import pytest
 import torch
 import yaml
 
-from replay_lib.analysis import CODES, Examined, Severity, examine
+from replay_lib.analysis import CODES, Examined, Severity, examine, examine_case
 from replay_lib.analysis.findings import finding
-from replay_lib.snapshot import Content
+from replay_lib.snapshot import Content, open_snapshot, read_content
 from replay_lib.snapshot.naming import Instance, named, save_named
 
 ROOT = Path(__file__).parents[2]
+MERGED = ROOT / "tests/data/snap/merged/iter_0000085"
 NAN = math.nan
 Change = Callable[[Content], Content]
 
@@ -31,6 +34,12 @@ def worker(**settings: Any) -> Change:
 
 def model(**fields: Any) -> Change:
     return lambda content: mutate.with_model(content, **fields)
+
+
+def without_model(content: Content, field: str) -> Content:
+    document = yaml.safe_load(content.run_config)
+    del document["model"][field]
+    return dataclasses.replace(content, run_config=yaml.safe_dump(document))
 
 
 def value(column: str, number: float, *, masked: bool = False) -> Change:
@@ -126,6 +135,9 @@ CONTENT: dict[str, Change] = {
     "config-differs": mutate.worker_in_bfloat16,
     "model-field-unknown": model(moe_brand_new_trick=3),
     "model-unsupported": model(multi_latent_attention=True),
+    "model-value": model(layernorm_epsilon="1e-06"),
+    "model-field-assumed": lambda c: without_model(c, "layernorm_epsilon"),
+    "run-unsupported": worker(fp16=True),
     "weights-not-compared": model(multi_latent_attention=True),
     "padding-moves-balance": capped_with_padding,
     "capacity-drops": mutate.finite_capacity,
@@ -175,6 +187,8 @@ FILES: dict[str, Callable[[Path], object]] = {
     ),
     "settings-refused": refused_settings,
 }
+#: Of snapshots or cases of another kind, each with a test of its own.
+ELSEWHERE = {"tree-inconsistent", "case-unsealed"}
 #: Raised by readers that a snapshot on disk does not reach; the mapping itself is looked at.
 UNREACHED = {"weights-refused"}
 
@@ -192,13 +206,70 @@ def test_a_change_of_the_files_is_found(code: str, copy: Path) -> None:
     assert code in examine(copy).codes
 
 
+def found(examined: Examined, code: str) -> list[str]:
+    return [f.found for f in examined.findings if f.code == code]
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"real_total": 3}, "merge_info.real_total: found 3 of"),
+        ({"path_to_leaf": []}, "merge_info.path_to_leaf: found no path"),
+        ({"turn_sample_lens": []}, "merge_info.turn_sample_lens: found 0 lengths"),
+        ({"q_ranges": "x"}, "merge_info.q_ranges: found str, expected a list"),
+        ({"routing_source_path": None}, "merge_info.routing_source_path: found none"),
+    ],
+)
+def test_an_inconsistent_tree_is_found_with_its_row(
+    fields: dict[str, Any], told: str, written: Callable[[Content], Examined]
+) -> None:
+    examined = written(mutate.broken_tree(read_content(open_snapshot(MERGED)), **fields))
+    (one,) = [f for f in examined.findings if f.code == "tree-inconsistent"]
+    assert told in one.found
+    assert (one.file, one.dp_rank) == ("batch_rank0.pt", 0) and one.row is not None
+
+
+def test_a_case_whose_files_are_not_those_that_were_sealed(tmp_path: Path) -> None:
+    case = Path(shutil.copytree(ROOT / "spike_cases/zoo-natural", tmp_path / "case"))
+    sealed = examine_case(case)
+    assert found(sealed, "case-unsealed") == [] and sealed.read["sealed_files"] > 20
+    (quiet,) = (case / "quiet").glob("iter_*")
+    (quiet / "latest.txt").write_text("x")
+    (quiet / "train_state.pt").unlink()
+    (case / "snapshot/iter_0000061/train_state.pt").write_bytes(b"PK")
+    examined = examine_case(case)
+    told = sorted(found(examined, "case-unsealed"))
+    assert len(told) == 3, told
+    assert told[0].startswith(f"{quiet}/latest.txt: not listed in case.yaml")
+    assert told[1].startswith("quiet/iter_0000044/train_state.pt: sha256 no such file, sealed as ")
+    assert told[2].startswith("snapshot/iter_0000061/train_state.pt: sha256 ")
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"fp8": "hybrid"}, "fp8='hybrid'"),
+        ({"fp16": True}, "fp16=True"),
+        ({"bf16": True, "enable_fp32_lm_head": True}, "enable_fp32_lm_head=True in bfloat16"),
+        ({"model_role": "critic"}, "model_role='critic'"),
+    ],
+)
+def test_what_the_run_used_and_no_engine_here_models(
+    settings: dict[str, Any],
+    told: str,
+    content: Content,
+    written: Callable[[Content], Examined],
+) -> None:
+    assert found(written(worker(**settings)(content)), "run-unsupported") == [told]
+
+
 def test_the_good_snapshot_has_one_note(copy: Path) -> None:
     """The control of all tests above: none of the codes is found where nothing is wrong."""
     assert examine(copy).codes == {"rows-padding"}
 
 
 def test_every_code_is_tried() -> None:
-    assert {*CONTENT, *FILES, *UNREACHED} == set(CODES)
+    assert {*CONTENT, *FILES, *ELSEWHERE, *UNREACHED} == set(CODES)
     assert not set(CONTENT) & set(FILES)
 
 
