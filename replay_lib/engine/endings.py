@@ -1,7 +1,8 @@
 """Why a worker job ended: one error, from what its ranks and torchrun left behind. No torch.
 
-A rank that fails leaves its error in a file; the others then fail too, since a peer is gone, and
-torchrun ends them. A rank that was killed leaves nothing: torchrun's report names it.
+A rank that fails, or calls ``os._exit``, leaves its error in a file; the others then fail too,
+since a peer is gone, and torchrun ends them. A rank that was killed, or ended below Python, leaves
+nothing: torchrun's report names it.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from typing import Any
 
 from replay_lib.errors import EngineError, SpikeReplayError
 
-_KILLED = re.compile(r"rank\s*:\s*(\d+)[^\n]*\n\s*exitcode\s*:\s*-(\d+)")
+_FAILED = re.compile(r"rank\s*:\s*(\d+)[^\n]*\n\s*exitcode\s*:\s*(-?\d+)")
 _CAUSE = "Root Cause"
 
 
 def why_it_ended(home: Path) -> SpikeReplayError | None:
     """The error that ended the job whose files are in ``home``; None where nothing tells.
 
-    An error of ours counts first, then a rank that a signal ended, then what the first rank met
-    that could tell (that its peer is gone, for instance).
+    An error of ours counts first, then a rank that ended without a word, then what the first rank
+    met that could tell (that its peer is gone, for instance).
     """
     told = _told(home)
     ours = [error for error in told if error["code"] != EngineError.code]
     if ours:
         return named_error(ours[0])
-    killed = _killed(home / "log")
-    if killed:
-        return EngineError(f"{killed}{log_end(home, without='[rank')}")
+    silent = _silent(home)
+    if silent:
+        return EngineError(f"{silent}{log_end(home, without='[rank')}")
     return named_error(told[0]) if told else None
 
 
@@ -46,16 +47,27 @@ def _told(home: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _killed(log: Path) -> str | None:
-    """The rank that torchrun calls the cause, where a signal ended it (not torchrun's own)."""
+def _silent(home: Path) -> str | None:
+    """A rank that torchrun saw end and that left no word; what it calls the cause goes first."""
+    log = home / "log"
     text = log.read_text(errors="replace") if log.exists() else ""
-    found = _KILLED.search(text, max(text.rfind(_CAUSE), 0)) if _CAUSE in text else None
-    if found is None or int(found[2]) == signal.SIGTERM:
+    if _CAUSE not in text:
         return None
-    number = int(found[2])
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    why = " (by the system too, where memory runs out)" if number == signal.SIGKILL else ""
-    return f"the worker's rank {found[1]} was ended by {name}{why}; the other ranks ended with it."
+    cause = text.rfind(_CAUSE)
+    for found in (*_FAILED.finditer(text, cause), *_FAILED.finditer(text, 0, cause)):
+        rank, code = int(found[1]), int(found[2])
+        # with SIGTERM torchrun itself ends the others
+        if code != -signal.SIGTERM and not (home / f"error_rank{rank}.json").exists():
+            return f"the worker's rank {rank} {_ended(code)}; the other ranks ended with it."
+    return None
+
+
+def _ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code} and without a word"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    why = " (by the system too, where memory runs out)" if -code == signal.SIGKILL else ""
+    return f"was ended by {name}{why}"
 
 
 def named_error(reply: dict[str, Any]) -> SpikeReplayError:

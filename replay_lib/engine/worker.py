@@ -22,6 +22,7 @@ from replay_lib.engine.channel import (
     describe_error,
     die_with_parent,
     leave_word,
+    tell_exits,
 )
 
 
@@ -29,6 +30,7 @@ def main() -> None:
     """Entry of ``python -m replay_lib.engine.worker`` under torchrun."""
     started = time.perf_counter()
     die_with_parent()
+    tell_exits()
     channel = Channel(os.environ[CHANNEL], int(os.environ.get("RANK", "0")))
     try:
         _serve(channel, started)

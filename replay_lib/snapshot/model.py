@@ -33,6 +33,13 @@ class SpikeSettings(_Saved):
     save_per_param_grads: bool = True
 
 
+class _Sections(_Saved):
+    """Sections of the worker configuration that hold fields of the replay's."""
+
+    model: dict[str, Any] | None = None
+    optimizer: dict[str, Any] | None = None
+
+
 class WorkerConfig(_Saved):
     """What a replay needs of the saved worker configuration, by AXRL's names.
 
@@ -217,7 +224,8 @@ def worker_from(raw: dict[str, Any]) -> WorkerConfig:
     """Worker settings of a saved configuration; a pydantic ValidationError where they are bad."""
     known = set(WorkerConfig.model_fields) | INERT_WORKER_KEYS
     fields = {key: value for key, value in raw.items() if key in WorkerConfig.model_fields}
-    model, optimizer = raw.get("model") or {}, raw.get("optimizer") or {}
+    sections = _Sections.model_validate({key: raw.get(key) for key in _Sections.model_fields})
+    model, optimizer = sections.model or {}, sections.optimizer or {}
     fields["model_name"] = model.get("name", "")
     fields["seq_length"] = model.get("seq_length")
     fields["unknown"] = tuple(sorted(set(raw) - known))

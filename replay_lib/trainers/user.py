@@ -35,7 +35,7 @@ def load_user_trainer(name: str, saved: Mapping[str, Any]) -> LoadedTrainer:
         raise TrainerError(
             f"trainer {name}: factory {factory_name!r} raised {type(error).__name__}: {error}"
         ) from error
-    loss = getattr(made, "loss", None)
+    loss = _attribute(name, made, "loss", None)
     if not callable(loss):
         found = f"{type(made).__name__} without a method loss"
         raise TrainerError(
@@ -45,6 +45,18 @@ def load_user_trainer(name: str, saved: Mapping[str, Any]) -> LoadedTrainer:
     return LoadedTrainer(
         name=name,
         loss=checked(name, loss),
-        refuses=seams_from(name, getattr(made, "refuses", ())),
+        refuses=seams_from(name, _attribute(name, made, "refuses", ())),
         notes=(f"the loss is that of {name} ({module.__file__})",),
     )
+
+
+def _attribute(name: str, made: Any, attribute: str, absent: Any) -> Any:
+    """``made.attribute``, which may be a property and run code of the user's."""
+    try:
+        return getattr(made, attribute, absent)
+    except SpikeReplayError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise TrainerError(
+            f"trainer {name}: its attribute {attribute} raised {type(error).__name__}: {error}"
+        ) from error

@@ -168,6 +168,19 @@ def test_a_killed_rank_is_one_error_that_names_it(plain_path):
     assert not any(rank.is_running() for rank in ranks)
 
 
+@pytest.mark.parametrize("code", [0, pytest.param(7, marks=pytest.mark.slow)])
+def test_a_rank_that_ends_itself_is_named_with_its_exit_code(plain_path, code):
+    with ReplaySession.open(plain_path, device="cpu", layout="dp=2") as session:
+        start = time.monotonic()
+        with pytest.raises(EngineError) as caught:
+            session.run(Experiment.parse(f"rank_examples:leaves:code={code}"))
+        assert time.monotonic() - start <= 60
+    assert str(caught.value).startswith(
+        f"the worker's rank 1 ended itself with exit code {code}: os._exit was called in apply ("
+    )
+    assert "rank_examples.py, line " in str(caught.value)
+
+
 def test_weights_that_only_the_second_stage_reads_end_both_with_one_error(plain_path, tmp_path):
     broken = tmp_path / plain_path.name
     shutil.copytree(plain_path, broken)

@@ -188,7 +188,9 @@ def test_impossible_metadata_is_refused(
         ({"train_micro_batch_size": 0}, "train_micro_batch_size: found 0, expected"),
         ({"model": {"name": "x"}}, "seq_length: found None, expected"),
         ({"spike_debug": {"spike_ratio": "two"}}, "spike_ratio: found 'two', expected"),
-        ({"model": ["x"]}, "found dict ('list' object has no attribute 'get'), expected"),
+        ({"model": ["x"]}, "model: found ['x'], expected Input should be a valid dictionary"),
+        ({"optimizer": "x"}, "optimizer: found 'x', expected Input should be a valid dictionary"),
+        ({"optimizer": {"clip_grad": "x"}}, "clip_grad: found 'x', expected"),
     ],
 )
 def test_impossible_worker_settings_are_refused(

@@ -34,6 +34,28 @@ def raising(saved):
     return saved["no such setting"]
 
 
+class _NoLoss:
+    @property
+    def loss(self):
+        raise OSError("no checkpoint of the critic")
+
+
+def a_property(saved):
+    """Has a loss that cannot be had."""
+    return _NoLoss()
+
+
+class _Unsure(SimpleNamespace):
+    @property
+    def refuses(self):
+        raise SystemExit(4)
+
+
+def unsure(saved):
+    """Ends the program when asked what it refuses."""
+    return _Unsure(loss=micro_batch_loss)
+
+
 def _returning(change):
     def loss(*given):
         return change(micro_batch_loss(*given))

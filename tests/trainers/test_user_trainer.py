@@ -106,6 +106,13 @@ NOT_LOADED = {
         "loss, expected an object with loss(settings, rows, log_prob_BT, entropy_BT, "
         "token_weight_BT)"
     ),
+    "odd_trainers:a_property": (
+        "trainer odd_trainers:a_property: its attribute loss raised OSError: "
+        "no checkpoint of the critic"
+    ),
+    "odd_trainers:unsure": (
+        "trainer odd_trainers:unsure: its attribute refuses raised SystemExit: 4"
+    ),
     "odd_trainers:of_another_seam": (
         "trainer odd_trainers:of_another_seam: refuses: found ['routing'], expected a collection "
         "of 'settings', 'token_weights'"
