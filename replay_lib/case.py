@@ -1,12 +1,13 @@
 """A case: a snapshot plus ``case.yaml``, whose thresholds and tolerances each state a reason.
 
-The directory's name is the case's name and the test id. A bare snapshot is a case with defaults.
+The directory's name is the case's name and the test id, unless the file states another (a case that
+was exported to another place does). A bare snapshot is a case with defaults.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,6 +26,7 @@ SCHEMA = 1
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Verdict = Annotated[Verdict, Field(strict=False)]
 _Reason = Annotated[str, Field(min_length=1)]
+_Name = Annotated[str, Field(pattern=r"^[^/\x00-\x1f]+$", max_length=255)]
 _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -114,6 +116,7 @@ class CaseFile(_Strict):
 
     schema_version: int = Field(alias="schema")
     snapshot: _Reason
+    name: _Name | None = None
     quiet: _Reason | None = None
     note: str = ""
     thresholds: Thresholds = Thresholds()
@@ -154,7 +157,8 @@ class Case(_Strict):
         fields["quiet"] = _inside(file, "quiet", read.quiet) if read.quiet else None
         # one spelling of parameters: scale_up=true and scale_up=True are the same experiment
         fields["expected"] = {Experiment.parse(k).name: v for k, v in read.expected.items()}
-        return cls(name=file.parent.name, file=file, **fields)
+        fields["name"] = read.name or file.parent.name
+        return cls(file=file, **fields)
 
     @classmethod
     def from_snapshot(cls, path: str | Path) -> Case:
@@ -264,7 +268,19 @@ def discover(directory: str | Path) -> list[Case]:
                 )
             )
     files = [d / layout.CASE_FILE for d in sorted(directories)]
-    return [Case.load(file) for file in files if file.exists()]
+    cases = [Case.load(file) for file in files if file.exists()]
+    _check_names(cases)
+    return cases
+
+
+def _check_names(cases: Sequence[Case]) -> None:
+    """CaseError where two cases have one name: it is a test's id."""
+    first: dict[str, Case] = {}
+    for case in cases:
+        other = first.setdefault(case.name, case)
+        if other is not case and case.file is not None:
+            found = f"{case.name!r}, the name of {other.file} too"
+            raise CaseError(fault(case.file, "name", found, "a name of its own"))
 
 
 def builtin_cases() -> Path:

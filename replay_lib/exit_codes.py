@@ -18,6 +18,7 @@ class ExitCode(enum.IntEnum):
     FINDINGS = 7
     INTERNAL = 70
     INTERRUPTED = 130
+    TERMINATED = 143
 
     @property
     def meaning(self) -> str:
@@ -42,4 +43,5 @@ MEANINGS: dict[ExitCode, str] = {
     ExitCode.FINDINGS: "doctor found an error in a snapshot",
     ExitCode.INTERNAL: "a fault of this program",
     ExitCode.INTERRUPTED: "interrupted from the keyboard",
+    ExitCode.TERMINATED: "ended by SIGTERM",
 }

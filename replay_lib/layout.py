@@ -32,7 +32,7 @@ PORTABLE_WORKER = "worker_config.json"
 PORTABLE_RUN_CONFIG = "run_config.json"
 PORTABLE_TRAINER = "trainer.json"
 
-_ITER = re.compile(r"^iter_(\d{7,})$")
+_ITER = re.compile(r"^iter_(\d{7,18})$")  # a step fits in 64 bits
 _RANK_FILE = re.compile(r"^(batch|routing_payload|grad_info)_rank(\d+)\.pt$")
 
 

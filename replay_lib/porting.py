@@ -1,7 +1,7 @@
 """Cases and snapshots without a pickle, and back: what ``export`` and ``import`` do.
 
 A bare snapshot becomes one directory. A case stays a case: its ``case.yaml`` goes along, with its
-snapshot, its quiet control and the digests of the files that are written.
+name, its snapshot, its quiet control and the digests of the files that are written.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -79,6 +80,9 @@ def _port_case(case: Case, file: Path, out: Path, convert: Convert, inside: Name
     if not isinstance(content, dict):  # Case.open has read it
         raise UsageError(fault(file, None, type(content).__name__, "a mapping"))
     content.pop("sha256", None)
+    content.pop("name", None)
+    if case.name != out.absolute().name:  # a directory's name is that of the case in it
+        content = _after_snapshot(content, case.name)
     kinds = {"snapshot": case.snapshot} | ({"quiet": case.quiet} if case.quiet else {})
     with whole_directory(out) as temporary:
         for kind, place in kinds.items():
@@ -90,3 +94,9 @@ def _port_case(case: Case, file: Path, out: Path, convert: Convert, inside: Name
         seal(temporary)
     written = tuple(open_snapshot(out / content[kind]) for kind in kinds)
     return Ported(directory=out, snapshots=written)
+
+
+def _after_snapshot(content: dict[str, Any], name: str) -> dict[str, Any]:
+    """``content`` with the case's name, near the top where a reader looks for it."""
+    head = {key: content[key] for key in ("schema", "snapshot") if key in content}
+    return head | {"name": name} | content

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ from cli_ran import Ran
 from many_snapshots import Ask, replay_all
 
 from replay_lib.case import Case, discover
-from replay_lib.errors import CaseError, SnapshotError
+from replay_lib.errors import CaseError, SnapshotError, UsageError
 from replay_lib.porting import export_case, import_case
 from replay_lib.snapshot import open_snapshot
 
@@ -56,6 +60,74 @@ def test_a_case_comes_back(tmp_path: Path) -> None:
     assert case.snapshot == back.directory / "snapshot" / "iter_0000061"
     assert case.quiet == back.directory / "quiet" / "iter_0000044"
     assert not open_snapshot(case.snapshot).portable
+
+
+def test_a_case_keeps_its_name_in_another_directory(tmp_path: Path) -> None:
+    out = export_case(ZOO, tmp_path / "cases" / "out").directory
+    raw = yaml.safe_load((out / "case.yaml").read_text())
+    assert list(raw)[:3] == ["schema", "snapshot", "name"]
+    assert [case.name for case in discover(tmp_path / "cases")] == ["zoo-natural"]
+    back = import_case(out, tmp_path / "back" / "zoo-natural").directory
+    assert Case.load(back).name == "zoo-natural"
+    assert "name" not in yaml.safe_load((back / "case.yaml").read_text())
+    shutil.copytree(back, tmp_path / "cases" / "zoo-natural")
+    with pytest.raises(CaseError, match=r"name: found 'zoo-natural', the name of \S+ too"):
+        discover(tmp_path / "cases")
+
+
+def test_what_needs_no_import_is_told_so(tmp_path: Path) -> None:
+    told = "found a snapshot in the trainer's own layout, expected what export wrote"
+    with pytest.raises(UsageError, match=told) as caught:
+        import_case(PLAIN, tmp_path / "out")
+    assert str(caught.value).endswith("It needs no import: replay it as it is")
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UsageError) as caught:
+        export_case(ZOO, tmp_path / "file" / "a" / "out")
+    assert str(caught.value) == (
+        f"{tmp_path}/file/a/out: found a place that cannot be written (Not a directory), expected a "
+        "new directory where files can be made, with room for them"
+    )
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("replay_lib.snapshot.portable.writing.write_manifest", full)
+    with pytest.raises(UsageError, match=r"cannot be written \(No space left on device\)"):
+        export_case(PLAIN, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+TERMINATED = """
+import sys, time
+import replay_lib.snapshot.portable.writing as writing
+from replay_lib.cli import main
+def wait(*_):
+    print("writing", flush=True)
+    time.sleep(60)
+writing.write_manifest = wait
+main(sys.argv[1:])
+"""
+
+
+def test_an_export_that_is_terminated_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TERMINATED, "export", str(PLAIN), str(tmp_path / "out")]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "writing\n"
+        assert [p.name[:5] for p in tmp_path.iterdir()] == [".out."]  # there is something to leave
+        process.terminate()
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert told == "error (terminated): ended by SIGTERM; nothing half-written is left\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_portable_snapshot_may_be_its_own_case(tmp_path: Path) -> None:
@@ -109,6 +181,6 @@ def test_the_commands_tell_what_they_wrote(
     again = Ran(capsys, "export", PLAIN, tmp_path / "portable")
     assert again.code == 3 and "a directory that exists, expected a new name" in again.err
     other = Ran(capsys, "import", PLAIN, tmp_path / "more")
-    assert other.code == 2 and "found a snapshot in the trainer's layout" in other.err
+    assert other.code == 2 and "found a snapshot in the trainer's own layout" in other.err
     empty = Ran(capsys, "export", PLAIN, "")
     assert empty.code == 2 and "a path: found an empty text" in empty.err

@@ -17,19 +17,31 @@ from replay_lib.snapshot.documents import missing, read_json
 from replay_lib.snapshot.model import Parallel, Snapshot
 from replay_lib.snapshot.stated import parallel_from
 
+#: Ranks without a batch that are named one by one.
+NAMED = 20
+
 
 def check_each_file(directory: Path) -> Iterator[Finding]:
     """Findings about every file that a snapshot has or should have, without opening it as one."""
     parallel = _stated_layout(directory)
     if parallel is not None:
-        for rank in range(parallel.world_size):
-            path = directory / layout.batch_file(rank)
-            if not path.is_file():
-                yield from_error(missing(path, f"the batch of rank {rank}"), path)
+        yield from _missing_ranks(directory, parallel)
         yield from extra_files(directory, parallel)
     present = sorted(p.name for p in directory.iterdir() if p.is_file())
     for name in dict.fromkeys([*_SHARED, *present]):
         yield from check_file(directory, name)
+
+
+def _missing_ranks(directory: Path, parallel: Parallel) -> Iterator[Finding]:
+    """The first ranks without a batch by name, how many more there are in one finding."""
+    ranks = range(parallel.world_size)
+    absent = [rank for rank in ranks if not (directory / layout.batch_file(rank)).is_file()]
+    for rank in absent[:NAMED]:
+        path = directory / layout.batch_file(rank)
+        yield from_error(missing(path, f"the batch of rank {rank}"), path)
+    if rest := absent[NAMED:]:
+        found = f"no batches of {len(rest)} more ranks, up to {rest[-1]} of {len(ranks)}"
+        yield finding("file-incomplete", layout.batch_file(rest[0]), found)
 
 
 def check_file(directory: Path, name: str) -> Iterator[Finding]:

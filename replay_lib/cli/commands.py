@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
-import traceback
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -43,11 +41,6 @@ from replay_lib.run import (
 
 # \b keeps the lines of a paragraph as they are
 EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {c.value:>3}  {c.meaning}" for c in ExitCode)
-
-#: What typer raises for a wrong command line; found by name, since newer typer has its own click.
-CommandFault: type[Exception] = next(
-    kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
-)
 
 app = typer.Typer(
     name="spike-replay",
@@ -373,36 +366,3 @@ def _not_kept(results: Path | None, replayed: Replayed) -> SpikeReplayError | No
     except SpikeReplayError as error:
         return error
     return None
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Entry of the console script: every error becomes one text (or JSON) and an exit code."""
-    given = sys.argv[1:] if arguments is None else arguments
-    # as python -m does: module:function may lie where the command is called
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
-    sys.exit(_run(given, as_json="--json" in given))
-
-
-def _run(arguments: list[str], *, as_json: bool) -> int:
-    try:
-        code: Any = app(args=arguments, prog_name="spike-replay", standalone_mode=False)
-    except SpikeReplayError as error:
-        print_error(error.code, str(error), as_json=as_json)
-        return error.exit_code
-    except CommandFault as error:
-        if type(error).__name__ == "NoArgsIsHelpError":  # the message is the help text
-            sys.stderr.write(f"{error}\n")
-        else:
-            print_error(UsageError.code, f"{error}", as_json=as_json)
-        return ExitCode.USAGE
-    except (KeyboardInterrupt, typer.Abort):
-        print_error("interrupted", "interrupted from the keyboard", as_json=as_json)
-        return ExitCode.INTERRUPTED
-    except Exception as error:
-        if as_json:
-            print_error("internal", f"{type(error).__name__}: {error}", as_json=True)
-        else:
-            traceback.print_exc()  # Python's own exit status would read as a red verdict
-        return ExitCode.INTERNAL
-    return int(code or 0)

@@ -11,6 +11,8 @@ from replay_lib.errors import SnapshotError, fault
 from replay_lib.snapshot.model import Parallel
 
 KNOWN_VERSIONS = (1, 2)  # of AXRL's metadata; older files state none
+MOST = 2**63 - 1
+MOST_RANKS = 1 << 20  # what loops over ranks stays short
 _T = TypeVar("_T", bound=BaseModel)
 
 
@@ -44,12 +46,13 @@ def number(values: dict[str, Any], key: str, source: Path) -> float | None:
 
 
 def integer(values: dict[str, Any], key: str, source: Path, least: int = 0) -> int | None:
-    """The integer ``key``, at least ``least``; None where there is none."""
+    """The integer ``key``, from ``least`` to what 64 bits hold; None where there is none."""
     value = values.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise SnapshotError(fault(source, key, repr(value), f"an integer of {least} or more"))
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
+        found = f"{value!r:.60}"
+        raise SnapshotError(fault(source, key, found, f"an integer of {least} or more (64 bits)"))
     return value
 
 
@@ -87,6 +90,9 @@ def parallel_from(raw: dict[str, Any], source: Path) -> Parallel:
         etp=etp,
         dp=ranks("dp_size"),
     )
+    if parallel.world_size > MOST_RANKS:
+        found = f"{parallel.world_size} ranks (tp x pp x cp x dp)"
+        raise SnapshotError(fault(source, "dp_size", found, f"no more than {MOST_RANKS}"))
     dense = parallel.tp * parallel.cp * parallel.dp
     if dense % (parallel.ep * parallel.etp):
         raise SnapshotError(

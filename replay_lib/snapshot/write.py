@@ -5,11 +5,12 @@ Everything goes to a temporary sibling directory, is flushed to disk, and is ren
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from replay_lib import layout
 from replay_lib.batch import RankBatch
-from replay_lib.errors import SnapshotError, fault
+from replay_lib.errors import SnapshotError, UsageError, fault
 from replay_lib.snapshot.model import Parallel, Snapshot
 from replay_lib.snapshot.opening import open_snapshot
 from replay_lib.snapshot.reader import reader_of
@@ -130,21 +131,43 @@ def write_snapshot(
 
 @contextmanager
 def whole_directory(target: Path) -> Iterator[Path]:
-    """A temporary sibling that becomes ``target`` when the block ends well, else vanishes."""
+    """A temporary sibling that becomes ``target`` when the block ends well, else vanishes.
+
+    SnapshotError where ``target`` exists, UsageError where it cannot be made or the place is full.
+    """
     if target.exists():
         raise SnapshotError(fault(target, None, "a directory that exists", "a new name"))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    with _place_named(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        temporary.chmod(0o755)
-        yield temporary
-        for path in (*temporary.rglob("*"), temporary):
-            _flush(path)
-        temporary.rename(target)
-        _flush(target.parent)
+        with _place_named(target, _FULL):
+            temporary.chmod(0o755)
+            yield temporary
+            for path in (*temporary.rglob("*"), temporary):
+                _flush(path)
+            temporary.rename(target)
+            _flush(target.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+#: What a file system says that has no room, or is gone.
+_FULL = frozenset([errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO])
+
+
+@contextmanager
+def _place_named(target: Path, kinds: Container[int] | None = None) -> Iterator[None]:
+    """Errors of the file system (those of ``kinds``, or all) as a UsageError about ``target``."""
+    try:
+        yield
+    except OSError as error:
+        if kinds is not None and error.errno not in kinds:
+            raise  # a fault of something else in the block
+        found = f"a place that cannot be written ({error.strerror or error})"
+        expected = "a new directory where files can be made, with room for them"
+        raise UsageError(fault(target, None, found, expected)) from error
 
 
 def _flush(path: Path) -> None:

@@ -22,7 +22,7 @@ from replay_lib.snapshot import (
     read_tensors,
 )
 from replay_lib.snapshot.portable.codec import to_bytes
-from replay_lib.snapshot.portable.manifest import write_manifest
+from replay_lib.snapshot.portable.manifest import KIND, write_manifest
 
 PLAIN_FILES = {
     *("portable.json", "snapshot.json", "worker_config.json", "run_config.json", "trainer.json"),
@@ -116,12 +116,31 @@ def test_a_first_file_that_makes_no_sense_is_refused(broken: Path, text: str) ->
         open_snapshot(broken)
 
 
-@pytest.mark.parametrize("name", ["../outside.json", "/etc/passwd", "a/b", "", "case.yaml"])
+@pytest.mark.parametrize(
+    "name",
+    ["../outside.json", "/etc/passwd", "a/b", "", "case.yaml", "x" * 5000, "a\nb", "\ud800"],
+)
 def test_a_file_elsewhere_is_never_opened(broken: Path, name: str) -> None:
     raw = json.loads((broken / "portable.json").read_text())
     raw["files"][name] = {"bytes": 1, "sha256": "0" * 64}
     (broken / "portable.json").write_text(json.dumps(raw))
     with pytest.raises(SnapshotError, match="expected names of files in the directory"):
+        open_snapshot(broken)
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ({"$pairs": [[1, 2]]}, r"files\.\$pairs: found \[\[1, 2\]\], expected bytes and sha256"),
+        ({"a": {"bytes": {"$float": "NaN"}}}, r"files\.a: found .*, expected bytes and sha256"),
+        ({"a": {"bytes": 10**400, "sha256": "0"}}, r"sha256: found None, expected \w{64}, its own"),
+        ([], r"files: found list, expected files by name"),
+    ],
+)
+def test_files_that_are_no_list_of_files_are_refused(broken: Path, files: Any, told: str) -> None:
+    raw = {"schema": 1, "kind": KIND, "files": files, "more": {"$bytes": "00"}}
+    (broken / "portable.json").write_text(json.dumps(raw))
+    with pytest.raises(SnapshotError, match=told):
         open_snapshot(broken)
 
 
@@ -152,8 +171,11 @@ def edit(path: Path, change: Callable[[Any], None]) -> None:
         ("run_config.json", lambda v: v.update(lines=[1])),
         ("run_config.json", lambda v: v.update(lines=["model: ["])),
         ("snapshot.json", lambda v: v.update(step=None)),
+        ("snapshot.json", lambda v: v.update(step=10**400)),
+        ("snapshot.json", lambda v: v.update(grad_norm_median=10**400)),
         ("snapshot.json", lambda v: v.update(grad_norm_preclip="x")),
         ("worker_config.json", lambda v: v.update(dp_size=5)),
+        ("worker_config.json", lambda v: v.update(dp_size=10**12)),
         ("worker_config.json", lambda v: v.update(dp_size={"$tuple": [1]})),
         ("grad_info_rank0.json", lambda v: v.update(x=3)),
     ],

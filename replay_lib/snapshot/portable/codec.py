@@ -96,12 +96,24 @@ def to_bytes(value: Any) -> bytes:
     return (text + "\n").encode(errors="surrogatepass")
 
 
+def plain_from_bytes(content: bytes, where: Path) -> Any:
+    """The value of a JSON file as it stands, marks and all; SnapshotError where it is none."""
+    try:
+        return json.loads(content, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise _broken(where, error) from error
+
+
 def from_bytes(content: bytes, where: Path, get: Get | None = None) -> Any:
     """The value of a JSON file; SnapshotError where it is none."""
     try:
         return decode(json.loads(content, parse_constant=_no_constant), get)
     except (ValueError, TypeError, LookupError, RecursionError) as error:
-        raise SnapshotError(fault(where, None, f"broken JSON ({error})", "strict JSON")) from error
+        raise _broken(where, error) from error
+
+
+def _broken(where: Path, error: Exception) -> SnapshotError:
+    return SnapshotError(fault(where, None, f"broken JSON ({error})", "strict JSON"))
 
 
 def _no_constant(name: str) -> None:

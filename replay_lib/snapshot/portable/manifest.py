@@ -20,12 +20,14 @@ from replay_lib import __version__, layout
 from replay_lib.digests import digest_of
 from replay_lib.errors import IncompleteSnapshotError, SnapshotError, fault
 from replay_lib.snapshot.documents import COPY_AGAIN, missing
-from replay_lib.snapshot.portable.codec import from_bytes, to_bytes
+from replay_lib.snapshot.portable.codec import from_bytes, plain_from_bytes, to_bytes
 
 SCHEMA = 1
 KIND = "axrl-spike-replay portable snapshot"
 #: May lie beside the files: a case that is its own snapshot.
 BESIDE = frozenset({layout.PORTABLE, layout.CASE_FILE})
+#: Bytes of a file's name, on every file system in use.
+LONGEST_NAME = 255
 _WHY = "the list of a portable snapshot's files"
 _THEN = "The file was changed or damaged: export the snapshot again, or copy it again"
 
@@ -92,7 +94,7 @@ def manifest_of(directory: Path) -> Manifest:
 
 @functools.lru_cache(maxsize=64)
 def _parsed(path: Path, _size: int, _mtime_ns: int) -> dict[str, Entry]:
-    raw = from_bytes(path.read_bytes(), path)
+    raw = plain_from_bytes(path.read_bytes(), path)  # nothing in it is marked
     version = raw.get("schema") if isinstance(raw, dict) else None
     if version != SCHEMA or isinstance(version, bool):
         newer = isinstance(version, int) and version > SCHEMA
@@ -115,14 +117,20 @@ def _entries(raw: dict[str, Any], path: Path) -> dict[str, Entry]:
 
 
 def _entry(name: str, stated: Any, path: Path) -> Entry:
-    plain = name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)
-    if not plain or name in BESIDE:
-        raise SnapshotError(fault(path, "files", repr(name), "names of files in the directory"))
+    if not _is_file_name(name) or name in BESIDE:
+        found = f"{name!r:.80}"
+        raise SnapshotError(fault(path, "files", found, "names of files in the directory"))
     size = stated.get("bytes") if isinstance(stated, dict) else None
     sha256 = stated.get("sha256") if isinstance(stated, dict) else None
     if not isinstance(size, int) or isinstance(size, bool) or not isinstance(sha256, str):
         raise SnapshotError(fault(path, f"files.{name}", repr(stated)[:80], "bytes and sha256"))
     return Entry(size=size, sha256=sha256)
+
+
+def _is_file_name(name: str) -> bool:
+    """Whether a file system can have it, and a terminal show it."""
+    plain = name not in ("", ".", "..") and not {"/", "\\"} & set(name)
+    return plain and name.isprintable() and len(name.encode(errors="replace")) <= LONGEST_NAME
 
 
 def _check_files(manifest: Manifest) -> None:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from replay_lib.errors import SnapshotError, fault
+from replay_lib.errors import SnapshotError, UsageError, fault
 
 #: Names of the format's dtypes that a snapshot can hold.
 DTYPES = {
@@ -76,7 +76,14 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
     A tensor that is a view of a larger storage is written as if it were alone.
     """
-    save_file({name: _alone(tensor) for name, tensor in tensors.items()}, path)
+    try:
+        save_file({name: _alone(tensor) for name, tensor in tensors.items()}, path)
+    except SafetensorError as error:  # a full disk, say
+        raise UsageError(
+            fault(
+                path, None, f"a file that cannot be written ({error})", "a place with room for it"
+            )
+        ) from error
     path.chmod(0o644)  # the package makes private files
 
 

@@ -43,7 +43,13 @@ def import_snapshot(snapshot: Snapshot, directory: str | Path) -> Snapshot:
     """
     if not snapshot.portable:
         raise UsageError(
-            fault(snapshot.path, None, "a snapshot in the trainer's layout", "a portable one")
+            fault(
+                snapshot.path,
+                None,
+                "a snapshot in the trainer's own layout",
+                f"what export wrote (a directory with {layout.PORTABLE})",
+                "It needs no import: replay it as it is",
+            )
         )
     return write_snapshot(directory, read_content(snapshot, keep_handles=True))
 

@@ -1,0 +1,85 @@
+"""Where the console script begins and how it ends: one text (or JSON) and an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import typer
+
+from replay_lib.cli.commands import app
+from replay_lib.cli.output import print_error
+from replay_lib.errors import SpikeReplayError, UsageError
+from replay_lib.exit_codes import ExitCode
+
+#: What typer raises for a wrong command line; found by name, since newer typer has its own click.
+CommandFault: type[Exception] = next(
+    kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
+)
+
+
+class Terminated(BaseException):
+    """SIGTERM: whatever is open is closed on the way out, as after an interrupt."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry of the console script: every error becomes one text (or JSON) and an exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    # as python -m does: module:function may lie where the command is called
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    with _orderly_end():
+        code = _run(given, as_json="--json" in given)
+    sys.exit(code)
+
+
+@contextlib.contextmanager
+def _orderly_end() -> Iterator[None]:
+    """SIGTERM raises Terminated here, so that temporary files go and the worker is ended."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's
+        return
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(number: int, _frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # a second one must not cut the clearing short
+    raise Terminated
+
+
+def _run(arguments: list[str], *, as_json: bool) -> int:
+    try:
+        code: Any = app(args=arguments, prog_name="spike-replay", standalone_mode=False)
+    except SpikeReplayError as error:
+        print_error(error.code, str(error), as_json=as_json)
+        return error.exit_code
+    except CommandFault as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # the message is the help text
+            sys.stderr.write(f"{error}\n")
+        else:
+            print_error(UsageError.code, f"{error}", as_json=as_json)
+        return ExitCode.USAGE
+    except (KeyboardInterrupt, typer.Abort):
+        print_error("interrupted", "interrupted from the keyboard", as_json=as_json)
+        return ExitCode.INTERRUPTED
+    except Terminated:
+        print_error("terminated", "ended by SIGTERM; nothing half-written is left", as_json=as_json)
+        return ExitCode.TERMINATED
+    except Exception as error:
+        if as_json:
+            print_error("internal", f"{type(error).__name__}: {error}", as_json=True)
+        else:
+            traceback.print_exc()  # Python's own exit status would read as a red verdict
+        return ExitCode.INTERNAL
+    return int(code or 0)
