@@ -17,8 +17,9 @@ from typing import Any
 from environment import environment
 from tabulate import tabulate
 
+from replay_lib.engine.machine import has_cuda
 from replay_lib.engine.protocol import Experiment
-from replay_lib.engine.session import ReplaySession, has_cuda
+from replay_lib.engine.session import ReplaySession
 from replay_lib.run import RECORDED_METHODS
 from replay_lib.snapshot import open_snapshot
 

@@ -23,7 +23,8 @@ from synthetic import SHAPES, Shape
 from torch import Tensor
 from torch.nn import functional as F
 
-from replay_lib.engine.session import ReplaySession, has_cuda
+from replay_lib.engine.machine import has_cuda
+from replay_lib.engine.session import ReplaySession
 from replay_lib.snapshot import load_batch, open_snapshot, read_tensors
 
 PASSES = 12

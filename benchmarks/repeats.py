@@ -16,8 +16,9 @@ from environment import environment
 from tabulate import tabulate
 
 from replay_lib.case import Case
+from replay_lib.engine.machine import has_cuda
 from replay_lib.engine.protocol import Experiment
-from replay_lib.engine.session import ReplaySession, has_cuda
+from replay_lib.engine.session import ReplaySession
 from replay_lib.noise import spread
 
 CASES = Path(__file__).resolve().parents[1] / "spike_cases"

@@ -21,8 +21,9 @@ import synthetic
 from environment import environment
 from synthetic import SHAPES
 
+from replay_lib.engine.machine import has_cuda
 from replay_lib.engine.protocol import Experiment, Outcome
-from replay_lib.engine.session import ReplaySession, has_cuda
+from replay_lib.engine.session import ReplaySession
 from replay_lib.run import RECORDED_METHODS
 
 NAMES = ("baseline", *RECORDED_METHODS)

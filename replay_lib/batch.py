@@ -7,7 +7,7 @@ K top-k, E experts, H hidden, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +129,11 @@ class RankBatch:
             value = getattr(self, name)
             if value is not None:
                 picked[name] = value[list(rows)]
+        return self.with_rows(rows, picked)
+
+    def with_rows(self, rows: Sequence[int], columns: Mapping[str, Tensor]) -> RankBatch:
+        """``columns`` as those of the rows ``rows``, with the routes and trees of these."""
+        picked: dict[str, Any] = dict(columns)
         picked["routes"] = tuple(self.routes[r] for r in rows) if self.routes else ()
         if self.merge_info is not None:
             picked["merge_info"] = tuple(self.merge_info[r] for r in rows)

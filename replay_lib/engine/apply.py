@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from replay_lib.batch import ROW_COLUMNS, TOKEN_COLUMNS, RankBatch
+from replay_lib.engine.columns import unchanged_as_given
 from replay_lib.engine.inputs import RankInput
 from replay_lib.engine.model import LiveModel
 from replay_lib.engine.sharing import counted_here
@@ -154,7 +155,8 @@ def _apply_batch(patches: Sequence[Patch], batch: RankBatch) -> tuple[RankBatch,
                 "would be another step. Change loss columns only, or preserve another snapshot."
             )
         count += changed
-    return current, count
+    # experiments of one forward share what is the same tensor
+    return unchanged_as_given(batch, current), count
 
 
 def _same_routes(before: RankBatch, after: RankBatch) -> None:

@@ -20,6 +20,7 @@ from replay_lib.batch import RankBatch
 from replay_lib.engine.agreement import Report, agree, made_of_model, reporting
 from replay_lib.engine.apply import Patched, patched_model
 from replay_lib.engine.auxiliary import auxiliary_losses
+from replay_lib.engine.columns import Shared, apart, rows_on_device
 from replay_lib.engine.comm import Comm
 from replay_lib.engine.cosine import Unpatched, cosine_to
 from replay_lib.engine.forward import Forward, backward, forward
@@ -172,16 +173,17 @@ def _one_micro_batch(loaded: Loaded, micro: MicroBatch, variants: Sequence[Varia
     if not micro.idle:
         routes = packed_routes(loaded.ranks[micro.rank], first.forced[micro.rank], micro)
     out = forward(loaded.model, micro, routes, first.settings)
+    shared: Shared = {}
     with auxiliary_losses(0.0 if micro.idle else loaded.auxiliary):
         for number, variant in enumerate(variants):
-            grads = _gradients_or_zeros(loaded, micro, variant, out)
+            grads = _gradients_or_zeros(loaded, micro, variant, out, shared)
             loaded.collector.current = variant.buffers
             backward(loaded.model, micro, out, grads, keep=number + 1 < len(variants))
     loaded.collector.current = None
 
 
 def _gradients_or_zeros(
-    loaded: Loaded, micro: MicroBatch, variant: Variant, out: Forward
+    loaded: Loaded, micro: MicroBatch, variant: Variant, out: Forward, shared: Shared
 ) -> tuple[Tensor, Tensor | None]:
     """What the loss asks for; zeros in an idle step, and once an error has ended the experiment.
 
@@ -190,18 +192,18 @@ def _gradients_or_zeros(
     """
     if not micro.idle and variant.report.error is None:
         with reporting(variant.report):
-            return _loss_gradients(loaded, micro, variant, out)
+            return _loss_gradients(loaded, micro, variant, out, shared)
         if loaded.comm.world == 1:
             agree(loaded.comm, [variant.report])
     return torch.zeros_like(out.log_prob), torch.zeros_like(out.entropy)
 
 
 def _loss_gradients(
-    loaded: Loaded, micro: MicroBatch, variant: Variant, out: Forward
+    loaded: Loaded, micro: MicroBatch, variant: Variant, out: Forward, shared: Shared
 ) -> tuple[Tensor, Tensor | None]:
     log_prob = out.log_prob.detach().requires_grad_()
     entropy = out.entropy.detach().requires_grad_()
-    rows = _loss_rows(micro, variant, log_prob.detach())
+    rows = _loss_rows(loaded, micro, variant, log_prob.detach(), shared)
     weights = _token_weights(variant, rows, log_prob.detach())
     if weights is not None and loaded.comm.world > 1:
         place = (Seam.TOKEN_WEIGHTS, f"weights of dp rank {rows.dp_rank}", str(micro.rows))
@@ -223,8 +225,13 @@ def _loss_gradients(
     return grad, grad_entropy
 
 
-def _loss_rows(micro: MicroBatch, variant: Variant, log_prob: Tensor) -> RankBatch:
-    rows = variant.patched.batches[micro.rank].select(micro.rows).to(log_prob.device)
+def _loss_rows(
+    loaded: Loaded, micro: MicroBatch, variant: Variant, log_prob: Tensor, shared: Shared
+) -> RankBatch:
+    batch, own = variant.patched.batches[micro.rank], loaded.ranks[micro.rank].batch
+    rows = rows_on_device(batch, own, micro.rows, shared, log_prob.device)
+    if loaded.trainer is not BUILT_IN:  # whose loss may write into what it is given
+        rows = apart(rows)
     if variant.carried_from is None:
         return rows
     before = variant.carried_from[micro.rank][list(micro.rows)].to(log_prob.device)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from replay_lib.engine.machine import has_cuda
 from replay_lib.engine.protocol import Experiment
-from replay_lib.engine.session import ReplaySession, has_cuda
+from replay_lib.engine.session import ReplaySession
 from replay_lib.snapshot import open_snapshot
 from replay_lib.zoo import make_spikes
 from replay_lib.zoo.recipe import find_recipe
