@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from replay_lib import layout
 from replay_lib.digests import check_digests
@@ -41,8 +41,19 @@ class Limit(_Strict):
     reason: _Reason
 
 
+def _a_cosine(limit: Limit) -> Limit:
+    if not limit.value <= 1:
+        raise ValueError(f"a cosine is at most 1, not {limit.value:g}")
+    return limit
+
+
 class Thresholds(_Strict):
-    """What counts as cured, and what is worth recording."""
+    """What counts as cured, what is worth recording, and what a method may do to ordinary steps.
+
+    ``quiet_norm_change`` is the largest |norm(method) / norm(baseline) - 1| on the quiet control,
+    ``quiet_cosine`` the smallest cosine there of the two gradients; beyond either a method is
+    named and not proven.
+    """
 
     target_ratio: Limit = Limit(
         value=TARGET_RATIO, reason="the published method documents call 1.5 x normal the target"
@@ -51,9 +62,13 @@ class Thresholds(_Strict):
         value=RECORDING_REDUCTION,
         reason="the published method documents record methods above 15 % reduction",
     )
-    quiet_change: Limit = Limit(
-        value=0.20,
-        reason="AXRL takes norms within 20 % for the same step; a larger change is a side effect",
+    quiet_norm_change: Limit = Limit(
+        value=0.10,
+        reason="an ordinary step needs no cure: a larger change of its norm is another step size",
+    )
+    quiet_cosine: Annotated[Limit, AfterValidator(_a_cosine)] = Limit(
+        value=0.95,
+        reason="18 degrees: an ordinary step that is turned further trains something else",
     )
 
 

@@ -11,6 +11,7 @@ from replay_lib.case import Case
 from replay_lib.errors import SpikeReplayError
 from replay_lib.patch import Mitigation
 from replay_lib.record.result import Result
+from replay_lib.record.standing import Standing, standing_of
 from replay_lib.rule import Status, ratio_of
 from replay_lib.snapshot.model import Snapshot
 from replay_lib.snapshot.opening import open_snapshot
@@ -103,13 +104,15 @@ def _rank(snapshot: Snapshot, dp_rank: int, payloads: int) -> dict[str, Any]:
 def describe_methods(
     methods: Mapping[str, Mitigation], results: Sequence[Result] = ()
 ) -> list[dict[str, Any]]:
-    """Every method with its status: the best that ``results`` make of it, alone."""
+    """Every method with its status by the one rule, ``standing`` tells what is behind it."""
+    standings = {slug: standing_of(slug, results) for slug in methods}
     return [
         {
             "slug": m.slug,
             "family": m.family,
             "seams": [str(seam) for seam in m.seams],
-            "status": method_status(m, results),
+            "status": method_status(m, standings[m.slug]),
+            "standing": standings[m.slug].told() if standings[m.slug].status else None,
             "parameters": m.defaults,
             "diagnostic": m.diagnostic,
             "changes_unit": m.changes_unit,
@@ -120,10 +123,8 @@ def describe_methods(
     ]
 
 
-def method_status(method: Mitigation, results: Sequence[Result]) -> str:
-    """``untried`` without a result; a diagnostic method stays diagnostic whatever it gave."""
+def method_status(method: Mitigation, standing: Standing) -> str:
+    """``untried`` without a result; a diagnostic method is diagnostic before it was tried, too."""
     if method.diagnostic:
         return Status.DIAGNOSTIC
-    mine = [r for r in results if [call.slug for call in r.mitigations] == [method.slug]]
-    found = {r.status for r in mine}
-    return next((str(status) for status in Status if status in found), UNTRIED)
+    return UNTRIED if standing.status is None else str(standing.status)

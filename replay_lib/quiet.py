@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from replay_lib.case import Case
-from replay_lib.engine.protocol import Engine, Experiment, Outcome
+from replay_lib.engine.protocol import Engine, Experiment, MitigationCall, Outcome
 from replay_lib.errors import BatchError, PatchError, SettingsError, SpikeReplayError
-from replay_lib.record.judge import Recorded, judge_quiet
+from replay_lib.record.judge import Recorded, Traits, judge_quiet
 from replay_lib.record.result import SideEffect
 
 #: Errors of one experiment; any other ends the session.
@@ -22,7 +22,8 @@ REFUSALS = (PatchError, SettingsError, BatchError)
 class QuietControl:
     """Side effects by the experiment's name, measured together and then kept.
 
-    ``read`` tells what the quiet snapshot states, ``start`` starts a worker on it. What cannot be
+    ``read`` tells what the quiet snapshot states, ``start`` starts a worker on it, ``traits`` what
+    the methods of an experiment declare. What cannot be
     replayed there, or a quiet control that cannot be used at all, is a fault of the side effect
     and leaves the verdicts on the spike alone.
     """
@@ -30,6 +31,7 @@ class QuietControl:
     case: Case
     read: Callable[[], Recorded]
     start: Callable[[], Engine]
+    traits: Callable[[Sequence[MitigationCall]], Traits]
     param_norms: dict[str, float] | None = None  # of its baseline, once that was replayed
     _effects: dict[str, SideEffect] = field(default_factory=dict)
 
@@ -95,7 +97,12 @@ class QuietControl:
     ) -> None:
         self.param_norms = baseline.param_norms
         self._effects[outcome.experiment.name] = judge_quiet(
-            outcome, baseline=baseline, session=engine.info, case=self.case, recorded=recorded
+            outcome,
+            baseline=baseline,
+            session=engine.info,
+            case=self.case,
+            recorded=recorded,
+            traits=self.traits(outcome.experiment.mitigations),
         )
 
     def _refuse(self, experiment: Experiment, error: SpikeReplayError) -> None:

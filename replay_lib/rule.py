@@ -39,6 +39,7 @@ class Flag(enum.StrEnum):
     DEGENERATE = "degenerate"
     OLD_SENSITIVE = "old_sensitive"
     UNIT_UNCHECKED = "unit_unchecked"  # the loss changed its unit and no quiet control tells by how
+    BEYOND_BUDGET = "beyond_budget"  # it moves ordinary steps further than the case allows
 
 
 class Status(enum.StrEnum):
@@ -102,15 +103,21 @@ def status_of(
     reduction: float | None = None,
     fidelity: str,
     diagnostic: bool = False,
+    quiet_fault: bool = False,
 ) -> Status:
     """What one result makes of its method.
 
-    A degenerate result is negative however far it brings the norm down: it deletes the signal.
+    ``diagnostic`` (it changes the training's meaning) stays that. ``proven``: a pass on all ranks
+    without a flag, whose quiet control is not at fault; without a quiet control nothing is known
+    of side effects, and a pass still proves. ``partial``: any other pass, partial or inconclusive
+    result that is reduced enough. All else is ``negative``: a degenerate result too, however far
+    it brings the norm down, since it deletes the signal.
     ``reduction`` is that of the treatment of old log-probabilities which counted.
     """
     if diagnostic:
         return Status.DIAGNOSTIC
-    if verdict is Verdict.PASS and not flags and fidelity != "reduced":
+    sound = not flags and not quiet_fault
+    if verdict is Verdict.PASS and sound and fidelity != "reduced":
         return Status.PROVEN
     judged = verdict in (Verdict.PASS, Verdict.PARTIAL, Verdict.INCONCLUSIVE)
     if judged and reduction is not None and reduction >= RECORDING_REDUCTION:

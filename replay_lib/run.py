@@ -16,12 +16,12 @@ from pathlib import Path
 from replay_lib.case import Case
 from replay_lib.engine.early import check_before_start
 from replay_lib.engine.layout import AUTO, Layout
-from replay_lib.engine.protocol import Engine, Experiment, MitigationCall, Outcome
+from replay_lib.engine.protocol import Engine, Experiment, Outcome
 from replay_lib.errors import SpikeReplayError, UsageError
 from replay_lib.methods import find, load_methods
 from replay_lib.patch import Mitigation
 from replay_lib.quiet import REFUSALS, QuietControl
-from replay_lib.record.judge import Comparison, Recorded, Traits, judge_outcome
+from replay_lib.record.judge import Comparison, Recorded, judge_outcome, traits_of
 from replay_lib.record.result import Result, quiet_faults
 from replay_lib.snapshot.opening import open_snapshot
 from replay_lib.trainers.names import AXRL, GRPO, check_name
@@ -235,7 +235,8 @@ class OpenCase:
             )
         case.require()
         known = load_methods(options.mitigations) if methods is None else methods
-        return cls(case, options, recorded_of(case.snapshot), known, _quiet_of(case, options))
+        quiet = _quiet_of(case, options, known)
+        return cls(case, options, recorded_of(case.snapshot), known, quiet)
 
     def start(self) -> None:
         """Start the worker and replay the baseline, unless that is done."""
@@ -290,29 +291,23 @@ class OpenCase:
             session=replays.engine.info,
             case=self.case,
             recorded=self.recorded,
-            traits=self._traits(experiment.mitigations),
-        )
-
-    def _traits(self, calls: Sequence[MitigationCall]) -> Traits:
-        used = [find(call.slug, self.methods) for call in calls]
-        return Traits(
-            diagnostic=any(m.diagnostic for m in used),
-            changes_unit=any(m.changes_unit for m in used),
-            after_norm=bool(used) and all(m.after_norm for m in used),
-            answers=tuple(
-                answer
-                for method, call in zip(used, calls, strict=True)
-                if (answer := method.answer(call.params)) is not None
-            ),
+            traits=traits_of(experiment.mitigations, self.methods),
         )
 
 
-def _quiet_of(case: Case, options: ReplayOptions) -> QuietControl | None:
+def _quiet_of(
+    case: Case, options: ReplayOptions, methods: Mapping[str, Mitigation]
+) -> QuietControl | None:
     if case.quiet is None:
         return None
     path = case.quiet
     # open_engine is looked up when it is called: tests put another one in its place
-    return QuietControl(case, partial(recorded_of, path), lambda: open_engine(path, options))
+    return QuietControl(
+        case,
+        partial(recorded_of, path),
+        lambda: open_engine(path, options),
+        partial(traits_of, methods=methods),
+    )
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,8 @@ class Variant:
 class Measured:
     """Everything a verdict depends on. Norms are L2 before clipping, the rest as named.
 
-    ``same_digest_as`` names the experiment whose gradient came out bit-equal, if any.
+    ``same_digest_as`` names the experiment whose gradient came out bit-equal, if any;
+    ``beyond_budget`` are figures of the quiet control outside the case's budgets, told.
     """
 
     recorded_norm: float | None
@@ -69,6 +70,7 @@ class Measured:
     same_digest_as: str | None = None
     changes_unit: bool = False
     after_norm: bool = False
+    beyond_budget: tuple[str, ...] = ()
     target_ratio: float = TARGET_RATIO
     recording_reduction: float = RECORDING_REDUCTION
 
@@ -250,6 +252,9 @@ def _rule_and_flags(m: Measured, band: float) -> Judgement:
             "; the method changes the unit of the loss and no quiet control tells by how much, "
             "so ratio_scaled is not known"
         )
+    if m.beyond_budget:
+        flags.append(Flag.BEYOND_BUDGET)
+        reason += f"; on the quiet control beyond the budget: {', '.join(m.beyond_budget)}"
     return Judgement(
         verdict=worst.verdict,
         reason=reason,

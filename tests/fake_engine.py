@@ -24,6 +24,8 @@ LOG = "FAKE_ENGINE_LOG"
 NORMS = {"baseline": RECORDED, "disable-routing-replay": 8.0, "balance-negative-advantages": 5.0}
 #: Smallest share of the signal that a method keeps, where it is not 0.9.
 RETAINED: dict[str, float] = {}
+#: To the unpatched gradient, of everything on any step.
+COSINE = 0.98
 REFUSED = "replay-r3-on-loss-tokens-only"
 #: On a quiet control, which is known by its directory's name; anything else leaves its norm.
 QUIET_NORMS = {"baseline": 2.0, "disable-routing-replay": 2.1, "balance-negative-advantages": 0.5}
@@ -98,6 +100,7 @@ def outcome(experiment: Experiment, quiet: bool = False) -> Outcome:
         param_norms={"w": norm},
         touched={Seam.SETTINGS: 1} if patched else {},
         retained=Retained(tokens=1.0, advantage=1.0, dloss_dlogprob=kept) if patched else None,
+        cosine=COSINE if patched else None,
         seconds=0.01,
     )
 

@@ -84,6 +84,7 @@ def test_methods_lists_all_registered(spike_replay: Any, monkeypatch: Any, tmp_p
         "family": "settings",
         "seams": ["settings"],
         "status": "untried",
+        "standing": None,
         "parameters": {"clip_max": 2.0},
         "diagnostic": False,
         "changes_unit": False,
@@ -106,6 +107,10 @@ def test_a_status_comes_from_results(spike_replay: Any, fake: None, tmp_path: Pa
         f"status: the best of 6 results in {file}" in spike_replay("methods", "--results", file).out
     )
     tried = {m["slug"]: m["status"] for m in listed if m["slug"] in RECORDED_METHODS}
+    told = {m["slug"]: m["standing"] for m in listed}
+    assert told["enable-token-mismatch-tis-max2"] == (
+        "proven (1 of 1 recorded; side effects not measured)"
+    )
     assert tried == {
         "balance-negative-advantages": "partial",
         "disable-routing-replay": "diagnostic",
@@ -226,8 +231,8 @@ def test_demo(spike_replay: Any, embedded: Path, tmp_path: Path) -> None:
     assert "recorded norm  replayed norm" in ran.out
     assert "\na-spike: folded, float32 on cpu\n" in ran.out
     lines = {line.split()[0]: line.split() for line in ran.out.splitlines() if "%" in line}
-    assert lines["balance-negative-advantages"][-2:] == ["-75.0%", "partial"]
-    assert lines["disable-routing-replay"][-2:] == ["+5.0%", "fail"]
+    assert lines["balance-negative-advantages"][-3:] == ["-75%", "0.980", "partial"]
+    assert lines["disable-routing-replay"][-3:] == ["+5.0%", "0.980", "fail"]
     assert f"Results: {file}. It took " in ran.out
     # a method that the case alone expects something of is replayed too
     asked = ["baseline", *run.RECORDED_METHODS, "enable-token-mismatch-tis-max2:clip_max=1.5"]

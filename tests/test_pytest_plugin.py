@@ -59,7 +59,7 @@ def test_a_quiet_control_is_replayed_once_and_before_the_spike(suite: Suite) -> 
     assert kinds == ["open", "close"] * 3
     first = next(names for kind, names in lines if kind == "ask")
     assert len(first.split()) == 6  # the baseline and all five methods at once
-    result.stdout.fnmatch_lines(["balance-negative-advantages * -75.0% *"])
+    result.stdout.fnmatch_lines(["balance-negative-advantages * -75% 0.980 *"])
 
 
 def test_only_what_runs_is_replayed_on_the_quiet_control(suite: Suite) -> None:
@@ -121,8 +121,8 @@ def test_worse_than_expected_is_red_and_better_is_reported(suite: Suite) -> None
     result.assert_outcomes(passed=5, failed=1)
     told = (
         "a / balance-negative-advantages: partial: norm 5 is 2.374 x the median 2.105911, above "
-        "the target 1.5, but 40.8% under the compared norm 8.441921 (15% are worth recording) "
-        "(worse than expected: pass)"
+        "the target 1.5, but 40.8% under the compared norm 8.441921 (15% are worth recording); "
+        "cosine to the unpatched gradient 0.980 (worse than expected: pass)"
     )
     result.stdout.fnmatch_lines(
         [

@@ -203,11 +203,17 @@ def test_the_quiet_control_is_replayed_first_and_its_model_is_gone_then(
         "verdict": Verdict.NOT_A_SPIKE,
         "quiet_norm_carried": None,
         "change_carried": None,
-        "budget": 0.2,
+        "budget": 0.1,
+        "cosine": 0.98,
+        "cosine_carried": None,
+        "cosine_budget": 0.95,
     }
     assert balanced.explain() == (
-        "the quiet control's norm changes by -75.0%, beyond the budget of 20%"
+        "the quiet control's norm changes by -75.0%, cosine 0.980; "
+        "beyond the budget: norm -75.0% (10% is allowed)"
     )
+    assert [r.flags for r in done.results] == [(), (), (Flag.BEYOND_BUDGET,)]
+    assert [r.cosine for r in done.results] == [None, 0.98, 0.98]
     assert [r.quiet_fault for r in done.results] == [None] * 3
     assert done.results[1].as_json()["side_effect"]["verdict"] == "not_a_spike"
 

@@ -374,6 +374,8 @@ def test_only_a_clean_full_pass_proves() -> None:
         {"fidelity": "reduced"},
         {"fidelity": "full", "flags": (Flag.OLD_SENSITIVE,)},
         {"fidelity": "full", "flags": (Flag.UNIT_UNCHECKED,)},
+        {"fidelity": "full", "flags": (Flag.BEYOND_BUDGET,)},
+        {"fidelity": "full", "quiet_fault": True},
     ]
     for conditions in partial:
         assert status_of(Verdict.PASS, reduction=0.7, **conditions) is Status.PARTIAL

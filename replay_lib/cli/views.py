@@ -115,7 +115,7 @@ def methods_table(described: Sequence[Mapping[str, Any]]) -> Table:
             method["slug"],
             method["family"],
             ", ".join(method["seams"]),
-            method["status"],
+            method["standing"] or method["status"],
             _joined(method["parameters"]) or "-",
             method["summary"],
         )

@@ -17,8 +17,8 @@ from tabulate import tabulate
 from replay_lib.errors import PatchError, fault
 from replay_lib.patch import Mitigation
 from replay_lib.record.result import Result
+from replay_lib.record.standing import latest, standing_of
 from replay_lib.record.table import COLUMNS
-from replay_lib.rule import Status
 from replay_lib.writing import replace_file
 
 SECTIONS = ("Description", "Status", "Published evidence", "Patch", "Our results")
@@ -124,11 +124,9 @@ def update_cards(
 def render_block(slug: str, results: Sequence[Result]) -> str:
     """The generated block's inside: the method's status, then one line a result.
 
-    Of several results of one experiment on one device the last counts. The status comes from
-    results under this method alone: what a combination reaches is not its merit.
+    Of several results of one experiment on one device the last counts.
     """
-    last = {(r.case, r.experiment, r.against, r.device, r.dtype): r for r in results}
-    shown = sorted(last.values(), key=lambda r: (r.case, r.experiment, r.device, r.dtype))
+    shown = sorted(latest(results), key=lambda r: (r.case, r.experiment, r.device, r.dtype))
     if not shown:
         return NO_RESULT
     table = tabulate(
@@ -137,8 +135,7 @@ def render_block(slug: str, results: Sequence[Result]) -> str:
         tablefmt="github",
         disable_numparse=True,
     )
-    alone = [r for r in shown if len(r.mitigations) == 1]
-    lines = [_status_line(alone), "", table]
+    lines = [f"Status: {standing_of(slug, shown).told()}.", "", table]
     mechanism = sorted({r.case for r in shown if r.evidence == "mechanism"})
     if mechanism:
         told = f"The median of {', '.join(mechanism)} was not measured: ratio and verdict there"
@@ -151,15 +148,6 @@ def _circumstances(result: Result) -> list[str]:
     repeats = "-" if result.repeats is None else str(result.repeats)
     spread = "-" if result.repeat_spread is None else f"{result.repeat_spread:.2g}"
     return [result.dtype, result.device, repeats, spread, result.timestamp[:10]]
-
-
-def _status_line(alone: Sequence[Result]) -> str:
-    order = list(Status)
-    statuses = [s for r in alone if (s := r.status) is not None]
-    if not statuses:
-        return "Status: none (no result here says what the method alone is worth)."
-    best = min(statuses, key=order.index)
-    return f"Status: {best} ({statuses.count(best)} of {len(statuses)} recorded)."
 
 
 def render_index(methods: Mapping[str, Mitigation], cards: Mapping[str, Card]) -> str:
@@ -183,7 +171,7 @@ def render_index(methods: Mapping[str, Mitigation], cards: Mapping[str, Card]) -
         "Each card states what is published about a method, the patch that replays it, and the\n"
         "results recorded here. Status: `proven`, `partial` (at least 15% reduction),\n"
         "`diagnostic` (it changes what the training means), `negative`; `-` while no result is\n"
-        "recorded.\n\n"
+        "recorded. The rule is in [docs/side-effects.md](../docs/side-effects.md).\n\n"
         f"{table}\n"
     )
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from replay_lib.case import Case
 from replay_lib.engine.protocol import Experiment, MitigationCall, Outcome, SessionInfo
+from replay_lib.methods import find
 from replay_lib.noise import noise_of, spread
-from replay_lib.patch import AfterNorm, Norms, clip_coefficient, clipped
+from replay_lib.patch import AfterNorm, Mitigation, Norms, clip_coefficient, clipped
 from replay_lib.record.result import OldResult, Result, SideEffect
 from replay_lib.rule import Verdict, ratio_of, reduction_of, relative_difference
 from replay_lib.verdict import Judgement, Measured, Variant, judge
@@ -38,6 +39,18 @@ class Traits:
     changes_unit: bool = False
     after_norm: bool = False
     answers: tuple[AfterNorm, ...] = ()
+
+
+def traits_of(calls: Sequence[MitigationCall], methods: Mapping[str, Mitigation]) -> Traits:
+    """The traits of ``calls`` together; what one of them changes, all of them change."""
+    used = [find(call.slug, methods) for call in calls]
+    answers = (method.answer(call.params) for method, call in zip(used, calls, strict=True))
+    return Traits(
+        diagnostic=any(m.diagnostic for m in used),
+        changes_unit=any(m.changes_unit for m in used),
+        after_norm=bool(used) and all(m.after_norm for m in used),
+        answers=tuple(answer for answer in answers if answer is not None),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +132,8 @@ def judge_outcome(
         repeats=1 + len(beside.repeats),
         repeat_spread=beside.repeat_spread,
         ratio_scaled=judgement.ratio_scaled,
+        cosine=outcome.cosine,
+        cosine_carried=outcome.cosine_carried,
         side_effect=beside.side_effect,
         postclip_norm=_postclip(outcome, beside, recorded, traits),
         clip_coefficient=clip_coefficient(norm, recorded.clip_grad),
@@ -129,7 +144,7 @@ def judge_outcome(
         dp_ranks=session.dp_ranks,
         dp_recorded=session.dp_recorded,
         layout=session.layout,
-        notes=session.notes + outcome.notes + _budget_notes(name, beside.side_effect),
+        notes=session.notes + outcome.notes,
         differences=tuple(d for d in session.differences if d.matters),
         trainer=session.trainer,
         backend=session.backend,
@@ -144,11 +159,14 @@ def judge_quiet(
     session: SessionInfo,
     case: Case,
     recorded: Recorded,
+    traits: Traits = Traits(),
 ) -> SideEffect:
     """What one experiment does to the quiet control, and the verdict there.
 
     ``outcome`` and ``baseline`` are replays of the quiet control in ``session``, ``recorded`` what
     that snapshot states. The quiet control is judged by the case's own target and tolerance.
+    Where ``traits`` say that the unit of the loss changes, no budget bounds the norm: its change
+    is the unit's, times what the method does, and one step does not tell them apart.
     """
     norm, quiet = outcome.grad_norm_preclip, baseline.grad_norm_preclip
     beside = Comparison(baseline=baseline, compared=baseline)
@@ -166,7 +184,10 @@ def judge_quiet(
         reason=_quiet_reason(judgement, ratio_of(quiet, recorded.median), case),
         quiet_norm_carried=carried,
         change_carried=None if carried is None else _change(carried, quiet),
-        budget=case.thresholds.quiet_change.value,
+        budget=None if traits.changes_unit else case.thresholds.quiet_norm_change.value,
+        cosine=outcome.cosine,
+        cosine_carried=outcome.cosine_carried,
+        cosine_budget=case.thresholds.quiet_cosine.value,
     )
 
 
@@ -213,6 +234,7 @@ def _measured(
         same_digest_as=_same_digest(outcome, beside),
         changes_unit=traits.changes_unit,
         after_norm=traits.after_norm,
+        beyond_budget=beside.side_effect.beyond_budget if beside.side_effect else (),
         target_ratio=case.thresholds.target_ratio.value,
         recording_reduction=case.thresholds.recording_reduction.value,
     )
@@ -277,9 +299,3 @@ def _postclip(
             return None
         norm = left
     return norm
-
-
-def _budget_notes(experiment: str, effect: SideEffect | None) -> tuple[str, ...]:
-    if effect is None or not effect.beyond_budget:
-        return ()
-    return (f"{experiment}: {effect.explain()}",)

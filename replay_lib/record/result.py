@@ -26,8 +26,9 @@ class OldResult(Frozen):
 class SideEffect(Frozen):
     """What a method does to the quiet control, an ordinary step of the same run.
 
-    Norms are L2 before clipping; ``change`` is quiet norm / quiet baseline norm - 1, signed. The
-    ``_carried`` pair is with carried old log-probabilities, where the method changes the forward.
+    Norms are L2 before clipping; ``change`` is quiet norm / quiet baseline norm - 1, signed,
+    ``cosine`` that of both gradients (None: not measured, or one of them is zero). Those named
+    ``_carried`` are with carried old log-probabilities, where the method changes the forward.
     ``verdict`` is the one on the quiet step: everything but ``not_a_spike`` is a fault, and so is
     None, where the method could not be replayed there; ``reason`` tells either.
     """
@@ -39,7 +40,10 @@ class SideEffect(Frozen):
     reason: str
     quiet_norm_carried: float | None = None
     change_carried: float | None = None
-    budget: float | None = None  # the largest change that goes unmentioned, from the case
+    budget: float | None = None  # the largest |change| that the case allows; None: any
+    cosine: float | None = None
+    cosine_carried: float | None = None
+    cosine_budget: float | None = None  # the smallest cosine that the case allows; None: any
 
     @property
     def largest_change(self) -> float | None:
@@ -48,10 +52,34 @@ class SideEffect(Frozen):
         return max(known, key=abs, default=None)
 
     @property
-    def beyond_budget(self) -> bool:
-        """Whether the method moves an ordinary step further than the case allows."""
-        change = self.largest_change
-        return not (change is None or self.budget is None or abs(change) <= self.budget)
+    def smallest_cosine(self) -> float | None:
+        """The smaller one of both cosines."""
+        known = [c for c in (self.cosine, self.cosine_carried) if c is not None]
+        return min(known, default=None)
+
+    @property
+    def measured(self) -> bool:
+        """Whether both norm and cosine are known."""
+        return self.largest_change is not None and self.smallest_cosine is not None
+
+    @property
+    def beyond_budget(self) -> tuple[str, ...]:
+        """Figures by which the method moves an ordinary step further than the case allows, told.
+
+        A method that changes the unit of the loss has a budget of the cosine alone: there a
+        change of the norm is the change of unit.
+        """
+        told = []
+        change, cosine = self.largest_change, self.smallest_cosine
+        if change is not None and self.budget is not None and not abs(change) <= self.budget:
+            told.append(f"norm {change:+.1%} ({self.budget:.0%} is allowed)")
+        if self.cosine_budget is not None:
+            needed = f"({self.cosine_budget:g} is needed)"
+            if 0.0 in (self.quiet_norm, self.quiet_norm_carried):
+                told.append(f"cosine undefined, the gradient is zero {needed}")
+            elif cosine is not None and not cosine >= self.cosine_budget:
+                told.append(f"cosine {cosine:.3f} {needed}")
+        return tuple(told)
 
     @property
     def fault(self) -> str | None:
@@ -78,21 +106,30 @@ class SideEffect(Frozen):
         return None if change is None or self.red else 1.0 + change
 
     def explain(self) -> str:
-        """One line: the fault, or by how much the method moves the quiet step's norm."""
+        """One line: the fault, or by how much the method moves the quiet step."""
         if self.fault is not None:
             return self.fault
         told = f"{self.change:+.1%}" if self.change is not None else "not measured"
         if self.change_carried is not None:
             told += f" ({self.change_carried:+.1%} with carried old log-probabilities)"
+        told += f", cosine {_cosine(self.cosine)}"
+        if self.cosine_carried is not None:
+            told += f" ({self.cosine_carried:.3f} with carried ones)"
         if self.beyond_budget:
-            told += f", beyond the budget of {self.budget:.0%}"
+            told += f"; beyond the budget: {', '.join(self.beyond_budget)}"
         return f"the quiet control's norm changes by {told}"
+
+
+def _cosine(value: float | None) -> str:
+    return "not known" if value is None else f"{value:.3f}"
 
 
 class Result(Frozen):
     """One experiment of one case, judged.
 
     ``side_effect`` is what the method does to the case's quiet control, None without one.
+    ``cosine`` is that of the gradient to the baseline's, whatever ``against`` is, with stored old
+    log-probabilities, ``cosine_carried`` with carried ones (None: see ``Outcome``).
 
     Norms are L2 over all parameters before clipping. ``grad_norm_preclip``, ``ratio``,
     ``compared_norm`` and ``reduction`` are those with stored old log-probabilities; ``old`` has
@@ -133,6 +170,8 @@ class Result(Frozen):
     repeats: int | None = None
     repeat_spread: float | None = None
     ratio_scaled: float | None = None
+    cosine: float | None = None
+    cosine_carried: float | None = None
     side_effect: SideEffect | None = None
     postclip_norm: float | None = None
     clip_coefficient: float | None = None
@@ -181,6 +220,11 @@ class Result(Frozen):
         return f"{who}: {self.side_effect.fault}"
 
     @property
+    def side_effects_measured(self) -> bool:
+        """Whether norm and cosine on a quiet control are known."""
+        return self.side_effect is not None and self.side_effect.measured
+
+    @property
     def status(self) -> Status | None:
         """What this result makes of its method; None for a baseline.
 
@@ -198,11 +242,14 @@ class Result(Frozen):
             reduction=self.old[0].reduction if self.old else self.reduction,
             fidelity=self.fidelity,
             diagnostic=self.diagnostic,
+            quiet_fault=self.side_effect is not None and self.side_effect.red,
         )
 
     def explain(self) -> str:
         """Verdict and reason in one line, with what was wanted where that differs."""
         line = f"{self.case} / {self.experiment}: {self.verdict}: {self.reason}"
+        if self.cosine is not None:
+            line += f"; cosine to the unpatched gradient {_cosine(self.cosine)}"
         if self.comparison == "as expected":
             return line
         return f"{line} ({self.comparison} than expected: {self.wanted})"

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 NOT_FULL = "not full-fidelity"
 USUAL_REPEATS = 2  # the least number that shows whether replays repeat
-#: A case's table stays under 120 columns: the longest built-in slug and a verdict with one flag
-#: fit beside the numbers, what is longer is folded.
-WIDEST = {"experiment": 39, "verdict": 20}
+#: A case's table stays under 120 columns: the longest built-in slug and the longest verdict fit
+#: beside the numbers, what is longer (flags) is folded.
+WIDEST = {"experiment": 39, "verdict": 17}
 
 
 def _number(value: float | None, spec: str) -> str:
@@ -77,13 +77,37 @@ def _retained(result: Result) -> str:
     return f"{min(one.smallest for one in kept):.0%}" if kept else "-"
 
 
-def _quiet(result: Result) -> str:
+def _quiet_change(result: Result) -> str:
     """The larger one of both changes of the quiet control's norm."""
     if result.side_effect is None:
         return "-"
     if result.side_effect.red:
         return "RED"
     return "-" if result.is_baseline else _number(result.side_effect.largest_change, "+.1%")
+
+
+def _quiet_cosine(result: Result) -> str:
+    """The smaller one of both cosines on the quiet control."""
+    if result.side_effect is None or result.side_effect.red or result.is_baseline:
+        return "-"
+    return _number(result.side_effect.smallest_cosine, ".3f")
+
+
+def _quiet(result: Result) -> str:
+    """Both in one narrow cell, of the change two digits."""
+    change, cosine = _quiet_change(result), _quiet_cosine(result)
+    if change in ("-", "RED"):
+        return change
+    effect = result.side_effect
+    assert effect is not None and effect.largest_change is not None
+    short = change if abs(effect.largest_change) < 0.1 else f"{effect.largest_change:+.0%}"
+    return f"{short} {cosine}"
+
+
+def _cosine(result: Result) -> str:
+    """The smaller one of both cosines to the unpatched gradient."""
+    known = [c for c in (result.cosine, result.cosine_carried) if c is not None]
+    return _number(min(known, default=None), ".3f")
 
 
 Columns = tuple[tuple[str, Callable[[Result], str]], ...]
@@ -94,21 +118,24 @@ _FIGURES: Columns = (
     ("carried", _carried),
     ("reduction", _reduction),
     ("retained", _retained),
-    ("quiet", _quiet),
 )
 #: One table for all cases, for documents.
 COLUMNS: Columns = (
     ("case", lambda r: r.case),
     ("experiment", _experiment),
     *_FIGURES,
+    ("cosine", _cosine),
+    ("quiet", _quiet_change),
+    ("quiet cosine", _quiet_cosine),
     ("verdict", _verdict),
     ("expected", _expected),
     ("fidelity", _fidelity),
 )
-#: One table a case, under a line that names it.
+#: One table a case, under a line that names it; what a reason tells (the cosine) is left out.
 CASE_COLUMNS: Columns = (
     ("experiment", _experiment),
     *_FIGURES,
+    ("quiet", _quiet),
     ("verdict", _verdict_and_comparison),
 )
 

@@ -62,7 +62,13 @@ def test_every_test_is_in_its_row_and_every_named_test_exists() -> None:
 
 def test_every_code_that_it_names_exists() -> None:
     verdicts = {"reference_missing", "ratio_undefined", "non_finite", "reproduced"}
-    keys = {"grad_norm_preclip", "postclip_norm", "clip_coefficient", "quiet_change"}
+    keys = {
+        "grad_norm_preclip",
+        "postclip_norm",
+        "clip_coefficient",
+        "quiet_norm_change",
+        "quiet_cosine",
+    }
     for row, cells in ROWS.items():
         named = set(re.findall(r"`([\w-]+)`", cells[2])) - verdicts - keys
         assert named <= set(CODES), row

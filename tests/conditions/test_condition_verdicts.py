@@ -18,6 +18,7 @@ from replay_lib import verdict
 from replay_lib.analysis import examine
 from replay_lib.case import Case, Limit, Thresholds
 from replay_lib.detect import SpikeDetector, upper_median
+from replay_lib.errors import CaseError
 from replay_lib.listing import describe_snapshot
 from replay_lib.noise import noise_of
 from replay_lib.record.result import SideEffect
@@ -105,27 +106,60 @@ def test_b11_a_median_of_zero_gives_no_ratio(
 
 def test_d10_a_method_that_moves_an_ordinary_step_is_named() -> None:
     quiet = {"verdict": Verdict.NOT_A_SPIKE, "reason": "quiet", "quiet_baseline_norm": 1.0}
-    budget = Thresholds().quiet_change
+    budget = Thresholds().quiet_norm_change
     factor = float(mutate_values.larger_advantage(1.5).rpartition("=")[2])
     loud = SideEffect(quiet_norm=factor, change=factor - 1, budget=budget.value, **quiet)
-    assert loud.beyond_budget and not loud.red
-    assert loud.explain() == "the quiet control's norm changes by +50.0%, beyond the budget of 20%"
-    mild = SideEffect(quiet_norm=1.2, change=0.2, budget=budget.value, **quiet)
+    assert loud.beyond_budget == ("norm +50.0% (10% is allowed)",) and not loud.red
+    assert loud.explain() == (
+        "the quiet control's norm changes by +50.0%, cosine not known; "
+        "beyond the budget: norm +50.0% (10% is allowed)"
+    )
+    mild = SideEffect(quiet_norm=1.1, change=0.1, budget=budget.value, **quiet)
     assert not mild.beyond_budget and "budget" not in mild.explain()
     carried = SideEffect(change=0.0, change_carried=-0.9, budget=budget.value, **quiet)
     assert carried.beyond_budget
     broken = SideEffect(change=NAN, budget=budget.value, **quiet)
     assert broken.beyond_budget  # what is not finite is never within a bound
-    assert not SideEffect(change=9.0, **quiet).beyond_budget  # results of before have no budget
+    assert not SideEffect(change=9.0, **quiet).beyond_budget  # no budget, nothing beyond it
+
+
+def test_d10_a_method_that_turns_an_ordinary_step_is_named() -> None:
+    quiet = {"verdict": Verdict.NOT_A_SPIKE, "reason": "quiet", "quiet_baseline_norm": 1.0}
+    least = Thresholds().quiet_cosine.value
+    turned = SideEffect(quiet_norm=1.0, change=0.0, cosine=0.949, cosine_budget=least, **quiet)
+    assert turned.beyond_budget == ("cosine 0.949 (0.95 is needed)",) and not turned.red
+    straight = SideEffect(quiet_norm=1.0, change=0.0, cosine=0.95, cosine_budget=least, **quiet)
+    assert straight.beyond_budget == ()
+    assert straight.explain() == "the quiet control's norm changes by +0.0%, cosine 0.950"
+    both = {"cosine": 1.0, "cosine_carried": 0.3, "cosine_budget": least}
+    carried = SideEffect(quiet_norm=1.0, change=0.0, **both, **quiet)
+    assert carried.beyond_budget == ("cosine 0.300 (0.95 is needed)",)
+    broken = SideEffect(quiet_norm=1.0, change=0.0, cosine=NAN, cosine_budget=least, **quiet)
+    assert broken.beyond_budget
+    gone = SideEffect(quiet_norm=0.0, change=-1.0, cosine_budget=least, **quiet)
+    assert gone.beyond_budget == ("cosine undefined, the gradient is zero (0.95 is needed)",)
+    unknown = SideEffect(quiet_norm=1.0, change=0.0, cosine_budget=least, **quiet)
+    assert unknown.beyond_budget == () and not unknown.measured
 
 
 def test_d10_a_case_states_its_own_budget(copy: Path, tmp_path: Path) -> None:
     (tmp_path / "case.yaml").write_text(
         f"schema: 1\nsnapshot: copy/{copy.name}\n"
-        "thresholds:\n  quiet_change: {value: 0.5, reason: quiet norms of this run scatter}\n"
+        "thresholds:\n  quiet_norm_change: {value: 0.5, reason: quiet norms of this run scatter}\n"
+        "  quiet_cosine: {value: 0.8, reason: and so do their directions}\n"
     )
-    limit = Case.load(tmp_path).thresholds.quiet_change
-    assert limit == Limit(value=0.5, reason="quiet norms of this run scatter")
+    limits = Case.load(tmp_path).thresholds
+    assert limits.quiet_norm_change == Limit(value=0.5, reason="quiet norms of this run scatter")
+    assert limits.quiet_cosine == Limit(value=0.8, reason="and so do their directions")
+
+
+def test_d10_a_cosine_beyond_one_is_no_budget(copy: Path, tmp_path: Path) -> None:
+    (tmp_path / "case.yaml").write_text(
+        f"schema: 1\nsnapshot: copy/{copy.name}\n"
+        "thresholds:\n  quiet_cosine: {value: 1.5, reason: a slip}\n"
+    )
+    with pytest.raises(CaseError, match=r"quiet_cosine.*a cosine is at most 1, not 1\.5"):
+        Case.load(tmp_path)
 
 
 @pytest.mark.parametrize("word", [NAN, INF, -INF, None])

@@ -214,16 +214,19 @@ def test_results_are_rendered_into_the_card_and_the_index(folder):
     changed = update_cards(results, METHODS, folder)
     assert {f.name for f in changed} == {f"{slug}.md", INDEX}
     assert block_of(folder / f"{slug}.md").splitlines() == [
-        "Status: proven (1 of 1 recorded).",
+        "Status: proven (1 of 1 recorded; side effects not measured).",
         "",
         "| case   | experiment                     | grad norm   | ratio   | carried   "
-        "| reduction   | retained   | quiet   | verdict   | expected    | fidelity   | dtype   "
+        "| reduction   | retained   | cosine   | quiet   | quiet cosine   | verdict   "
+        "| expected    | fidelity   | dtype   "
         "| device   | repeats   | spread   | date       |",
         "|--------|--------------------------------|-------------|---------|-----------"
-        "|-------------|------------|---------|-----------|-------------|------------|---------"
+        "|-------------|------------|----------|---------|----------------|-----------"
+        "|-------------|------------|---------"
         "|----------|-----------|----------|------------|",
         "| a-case | enable-token-mismatch-tis-max2 | 1.25        | 1.250   | -         "
-        "| 75.0%       | 80%        | -       | pass      | as expected | folded     | float32 "
+        "| 75.0%       | 80%        | -        | -       | -              | pass      "
+        "| as expected | folded     | float32 "
         "| cpu      | 5         | 1.2e-06  | 2030-01-02 |",
     ]
     cards = read_cards(folder)
@@ -251,7 +254,7 @@ def test_the_last_result_of_an_experiment_counts_and_the_best_status_stands():
     old = make_result(reduction=0.01, ratio=4.0, verdict=Verdict.FAIL)
     other_case = make_result(case="b-case", reduction=0.2, ratio=4.0, verdict=Verdict.PARTIAL)
     block = render_block(slug, [old, other_case, make_result()])
-    assert block.startswith("Status: proven (1 of 2 recorded).")
+    assert block.startswith("Status: proven (1 of 2 recorded; side effects not measured).")
     assert "fail" not in block
     assert render_block(slug, [make_result(), old]).startswith("Status: negative (1 of 1 recorded)")
 
@@ -267,7 +270,7 @@ def test_reduced_and_mechanism_results_say_what_they_are_not():
     slug = "enable-token-mismatch-tis-max2"
     measured = render_block(slug, [make_result(fidelity="reduced")])
     assert "reduced: not full-fidelity" in measured
-    assert measured.startswith("Status: partial (1 of 1 recorded).")
+    assert measured.startswith("Status: partial (1 of 1 recorded; side effects not measured).")
     block = render_block(slug, [make_result(evidence="mechanism")])
     assert block.startswith("Status: none (no result here says what the method alone is worth).")
     assert block.endswith(

@@ -11,13 +11,14 @@ from syrupy.assertion import SnapshotAssertion
 from replay_lib.record.result import SideEffect
 from replay_lib.record.table import (
     CASE_COLUMNS,
+    COLUMNS,
     case_line,
     document_table,
     plain_tables,
     reproduction_table,
     rich_table,
 )
-from replay_lib.rule import Verdict
+from replay_lib.rule import Flag, Verdict
 
 CARRIED = {"grad_norm_preclip_carried": 5.0}
 EFFECT = SideEffect(
@@ -28,6 +29,8 @@ EFFECT = SideEffect(
     reason="the baseline is 1.000 x the median already",
     quiet_norm_carried=1.86,
     change_carried=-0.07,
+    cosine=0.9987,
+    cosine_carried=0.9312,
 )
 
 
@@ -60,7 +63,10 @@ def test_tables_stay_under_120_columns() -> None:
     slug = "use-current-routing-for-first-moe-layer"
     flagged = outcome(f"{slug}+enable-token-mismatch-tis-max2:clip_max=2.0", 2.5, **CARRIED)
     results = [result(flagged), result(outcome(slug, 123.456, **CARRIED))]
-    results = [r.model_copy(update={"side_effect": EFFECT}) for r in results]
+    effect = EFFECT.model_copy(update={"change_carried": -0.634})
+    flags = (Flag.OLD_SENSITIVE, Flag.BEYOND_BUDGET)
+    results = [r.model_copy(update={"side_effect": effect, "flags": flags}) for r in results]
+    results.append(results[0].model_copy(update={"verdict": Verdict.REFERENCE_MISSING}))
     out = io.StringIO()
     Console(file=out, width=160).print(rich_table(results))
     for line in [*plain_tables(results).splitlines(), *out.getvalue().splitlines()]:
@@ -71,10 +77,16 @@ def test_a_side_effect_is_the_larger_change_and_a_fault_is_red() -> None:
     cell = dict(CASE_COLUMNS)["quiet"]
     one = result(outcome("cap:at=2.0", 2.4, retained=KEPT))
     assert cell(one) == "-"
-    assert cell(one.model_copy(update={"side_effect": EFFECT})) == "-7.0%"
+    measured = one.model_copy(update={"side_effect": EFFECT})
+    assert cell(measured) == "-7.0% 0.931"
+    loud = EFFECT.model_copy(update={"change": 0.5004, "cosine_carried": None})
+    assert cell(one.model_copy(update={"side_effect": loud})) == "+50% 0.999"
+    document = dict(COLUMNS)
+    assert (document["quiet"](measured), document["quiet cosine"](measured)) == ("-7.0%", "0.931")
     spoiled = EFFECT.model_copy(update={"verdict": Verdict.NOT_REPRODUCED})
     shown = one.model_copy(update={"side_effect": spoiled})
-    assert cell(shown) == "RED"
+    assert cell(shown) == document["quiet"](shown) == "RED"
+    assert document["quiet cosine"](shown) == "-"
     assert rich_table([shown]).rows[0].style == "red"
 
 
@@ -98,6 +110,13 @@ def test_baselines_are_counted_where_more_were_asked_for_or_they_differ() -> Non
     assert plain_tables([apart]).splitlines()[0].endswith(told)
     older = usual.model_copy(update={"repeats": None, "repeat_spread": None})
     assert case_line(older) == case_line(usual)
+
+
+def test_the_cosine_in_documents_is_the_smaller_one() -> None:
+    cell = dict(COLUMNS)["cosine"]
+    assert cell(result(outcome("x", 2.4, cosine=0.25))) == "0.250"
+    assert cell(result(outcome("x", 2.4, cosine=0.25, cosine_carried=-0.5))) == "-0.500"
+    assert cell(result(outcome("x", 2.4))) == "-"
 
 
 def test_a_reduced_replay_says_so_in_every_table() -> None:
