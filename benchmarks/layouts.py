@@ -2,11 +2,16 @@
 
     python benchmarks/layouts.py OUT.json [--device cpu|cuda] [--size tiny|half-billion]
         [--precision float32 bfloat16] [--snapshot DIR] [--layouts dp=4 ep=2 ...]
+    python benchmarks/layouts.py OUT.json --as-recorded DIR ... [--device cpu|cuda]
+        [--layouts cp=2,ep=2 ...]
 
 Trains once a precision (or takes the one-rank snapshot DIR), records its step on each layout that
 the machine can run, and replays each on one rank and on the other given layouts: norms against the
 recorded one, norms of parameters and of a method at each seam against the replay on one rank, two
 runs, seconds, peak memory a rank. OUT is written after each precision.
+
+The second form records nothing: snapshots of any origin are replayed as they are, on one rank and
+on each layout. A layout that a snapshot cannot be replayed on is listed with the reason.
 """
 
 from __future__ import annotations
@@ -23,9 +28,11 @@ from typing import Any
 
 from environment import environment
 
+from replay_lib.case import Case
 from replay_lib.engine.machine import cuda_devices
 from replay_lib.engine.protocol import Experiment, Outcome
 from replay_lib.engine.session import ReplaySession
+from replay_lib.errors import UnsupportedModelError, UsageError
 from replay_lib.snapshot import open_snapshot
 from replay_lib.writing import replace_file
 from replay_lib.zoo import make_spike
@@ -44,6 +51,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "cp=2": ("dp=1", "cp=2"),
     "tp=2,ep=2": ("dp=1", "tp=2,ep=2"),
 }
+#: Where a snapshot that is given goes after one rank, unless others are named.
+ANY = ("dp=2", "ep=2", "tp=2", "pp=2", "cp=2", "tp=2,ep=2", "cp=2,ep=2")
 SEAMS = {
     "weights": "seam_examples:scaled_router",
     "model": "seam_examples:scaled_topk",
@@ -112,16 +121,39 @@ def measure(source: Path, layouts: Sequence[str], options: Any, precision: str) 
         made = record_steps(steps, device=options.device)
         tell(f"recording on {len(steps)} layouts took {time.perf_counter() - start:.0f} s")
         for text, step, told in zip(layouts, steps, made, strict=True):
-            first: list[Outcome] = []
-            for target in LAYOUTS[text]:
-                outcomes, row = replayed(step.target, options.device, target)
-                first = first or outcomes
-                head = {"precision": precision, "recorded_on": text, "recorded_norm": told["norm"]}
-                head["recorded_off_training"] = abs(told["norm"] / one_rank - 1)
-                row = head | row | {"off_recorded": abs(row["norm"] / told["norm"] - 1)}
-                rows.append(row | compared(outcomes, first))
-                tell(json.dumps(rows[-1]))
+            head = {"precision": precision, "recorded_on": text, "recorded_norm": told["norm"]}
+            head["recorded_off_training"] = abs(told["norm"] / one_rank - 1)
+            rows += replays(step.target, LAYOUTS[text], options.device, head)
     return rows
+
+
+def replays(
+    snapshot: Path, targets: Sequence[str], device: str, head: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """One row a layout of ``targets``, all compared with the first of them."""
+    rows, first = [], []
+    for target in targets:
+        try:
+            outcomes, row = replayed(snapshot, device, target)
+        except (UnsupportedModelError, UsageError) as error:
+            rows.append(head | {"replayed_on": target, "refused": str(error)})
+        else:
+            first = first or outcomes
+            row = head | row | {"off_recorded": abs(row["norm"] / head["recorded_norm"] - 1)}
+            rows.append(row | compared(outcomes, first))
+        tell(json.dumps(rows[-1]))
+    return rows
+
+
+def as_recorded(path: Path, layouts: Sequence[str], device: str) -> list[dict[str, Any]]:
+    """Rows of the snapshot, or of the case, in ``path``."""
+    case = Case.open(path)
+    snapshot = open_snapshot(case.snapshot)
+    sizes = {axis: getattr(snapshot.parallel, axis) for axis in ("tp", "pp", "cp", "ep", "dp")}
+    text = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "dp=1"
+    norm = snapshot.grad_norm_preclip
+    head = {"snapshot": case.name, "recorded_on": text, "recorded_norm": norm}
+    return replays(snapshot.path, ("dp=1", *layouts), device, head)
 
 
 def source_of(options: Any, precision: str, scratch: Path) -> Path:
@@ -142,21 +174,35 @@ def main() -> None:
     parser.add_argument("--size", default="tiny")
     parser.add_argument("--precision", nargs="+", default=["float32"])
     parser.add_argument("--snapshot", type=Path)
-    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
+    parser.add_argument("--as-recorded", type=Path, nargs="+", default=[], metavar="DIR")
+    parser.add_argument("--layouts", nargs="+")
     options = parser.parse_args()
+    known = None if options.as_recorded else list(LAYOUTS)
+    odd = [] if known is None else sorted({*(options.layouts or ())} - {*known})
+    if odd:
+        parser.error(f"--layouts: found {' '.join(odd)}, expected some of {' '.join(LAYOUTS)}")
     sys.path.append(str(ROOT / "tests"))  # sessions look there for the methods at the seams
     room = cuda_devices() if options.device == "cuda" else 4
-    layouts = [text for text in options.layouts if parse_parallel(text).world_size <= room]
+    asked = options.layouts or known or ANY
+    layouts = [text for text in asked if parse_parallel(text).world_size <= room]
     os.environ.setdefault("OMP_NUM_THREADS", "1" if options.device == "cpu" else "8")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rows: list[Any] = []
+    for path in options.as_recorded:
+        rows += as_recorded(path, layouts, options.device)
+        write(options, rows)
     with tempfile.TemporaryDirectory() as scratch:
-        for precision in options.precision:
+        for precision in [] if options.as_recorded else options.precision:
             source = source_of(options, precision, Path(scratch))
             rows += measure(source, layouts, options, precision)
-            document = {"benchmark": "layouts", "size": options.size, "environment": environment()}
-            text = json.dumps(document | {"rows": rows}, indent=1) + "\n"
-            replace_file(options.out.absolute(), text.encode())
+            write(options, rows)
+
+
+def write(options: Any, rows: list[Any]) -> None:
+    """Put what is measured so far into OUT."""
+    about = {} if options.as_recorded else {"size": options.size}
+    document = {"benchmark": "layouts", **about, "environment": environment(), "rows": rows}
+    replace_file(options.out.absolute(), (json.dumps(document, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":
