@@ -43,13 +43,15 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Recorded on, and replayed on; the first replay is what the others are compared with.
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "dp=4": ("dp=1", "dp=2", "dp=4"),
-    "dp=2": ("dp=1", "dp=2"),
+    "dp=2": ("dp=1", "dp=2", "ep=2"),
     "ep=2": ("dp=1", "ep=2"),
     "tp=2": ("dp=1", "tp=2"),
     "pp=2": ("dp=1", "pp=2"),
     "pp=2,vpp=2": ("dp=1", "pp=2"),
     "cp=2": ("dp=1", "cp=2"),
     "tp=2,ep=2": ("dp=1", "tp=2,ep=2"),
+    "ep=4": ("dp=1", "ep=2", "ep=4"),
+    "tp=2,pp=2": ("dp=1", "tp=2", "tp=2,pp=2"),
 }
 #: Where a snapshot that is given goes after one rank, unless others are named.
 ANY = ("dp=2", "ep=2", "tp=2", "pp=2", "cp=2", "tp=2,ep=2", "cp=2,ep=2")

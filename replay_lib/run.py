@@ -9,7 +9,7 @@ that they share; that forward is another than the other baselines', so both pass
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from replay_lib.patch import Mitigation
 from replay_lib.quiet import REFUSALS, QuietControl
 from replay_lib.record.judge import Comparison, Recorded, judge_outcome, traits_of
 from replay_lib.record.result import Result, quiet_faults
+from replay_lib.replays import Replays, key_of
 from replay_lib.snapshot.opening import open_snapshot
 from replay_lib.trainers.names import AXRL, GRPO, check_name
 
@@ -57,6 +58,7 @@ class ReplayOptions:
     deterministic: bool = True
     mitigations: tuple[Path, ...] = ()
     trainer: str | None = None  # None: the backend's own, grpo or axrl
+    trainer_path: tuple[Path, ...] = ()  # the only places that module:factory may come from
     repeats: int = LEAST_REPEATS
     backend: str = NATIVE
 
@@ -129,6 +131,7 @@ def open_engine(snapshot: Path, options: ReplayOptions) -> Engine:
         deterministic=options.deterministic,
         mitigations=options.mitigations,
         trainer=options.trainer or GRPO,
+        trainer_path=options.trainer_path,
     )
 
 
@@ -157,52 +160,6 @@ def parse_experiments(
 
 
 @dataclass
-class _Replays:
-    """A running worker and what it has replayed; nothing is replayed twice by accident."""
-
-    engine: Engine
-    baseline: Outcome
-    due: int  # replays of the baseline that are still to come
-    again: list[Outcome] = field(default_factory=list)  # those that came after the first
-    kept: dict[tuple[str, str], Outcome] = field(default_factory=dict)
-
-    def ask(self, experiments: Sequence[Experiment]) -> Iterator[Outcome]:
-        """Replay what is not known yet, the baselines that are still due first.
-
-        All but the last of these have a request and so a forward of their own.
-        """
-        while self.due > 1:
-            (outcome,) = self.engine.run_many([Experiment.baseline()])
-            yield self._repeated(outcome)
-        wanted = [Experiment(mitigations=e.against) for e in experiments] + list(experiments)
-        missing = {_key(e): e for e in wanted if _key(e) not in self.kept}
-        asked = [*[Experiment.baseline()] * self.due, *missing.values()]
-        for outcome in self.engine.run_many(asked) if asked else ():
-            if self.due:
-                self._repeated(outcome)
-            else:
-                self.kept[_key(outcome.experiment)] = outcome
-            yield outcome
-
-    def _repeated(self, outcome: Outcome) -> Outcome:
-        self.due -= 1
-        self.again.append(outcome)
-        return outcome
-
-    def outcome(self, experiment: Experiment, arriving: Iterator[Outcome]) -> Outcome:
-        """What ``experiment`` gave, waited for if need be."""
-        while _key(experiment) not in self.kept:
-            next(arriving)
-        return self.kept[_key(experiment)]
-
-    def repeats(self, arriving: Iterator[Outcome]) -> tuple[Outcome, ...]:
-        """The baselines after the first, waited for if need be."""
-        while self.due:
-            next(arriving)
-        return tuple(self.again)
-
-
-@dataclass
 class OpenCase:
     """A case and, from its first replay on, its worker.
 
@@ -216,7 +173,7 @@ class OpenCase:
     recorded: Recorded
     methods: Mapping[str, Mitigation]
     quiet: QuietControl | None
-    _replays: _Replays | None = None
+    _replays: Replays | None = None
 
     @classmethod
     def open(
@@ -248,8 +205,8 @@ class OpenCase:
         except BaseException:
             engine.close()
             raise
-        self._replays = _Replays(
-            engine, first, due=self.options.repeats - 1, kept={_key(first.experiment): first}
+        self._replays = Replays(
+            engine, first, due=self.options.repeats - 1, kept={key_of(first.experiment): first}
         )
 
     def measure_quiet(self, experiments: Sequence[Experiment]) -> None:
@@ -273,8 +230,14 @@ class OpenCase:
             self._replays.engine.close()
         self._replays = None
 
+    def parting(self, replayed: Replayed, at_last: AtLast) -> Replayed:
+        """``replayed``, after ``at_last`` had the worker, if one runs, to itself."""
+        if self._replays is not None:
+            at_last(self._replays.engine, replayed)
+        return replayed
+
     def _judge(
-        self, replays: _Replays, experiment: Experiment, arriving: Iterator[Outcome]
+        self, replays: Replays, experiment: Experiment, arriving: Iterator[Outcome]
     ) -> Result:
         again = replays.repeats(arriving)
         compared = replays.outcome(Experiment(mitigations=experiment.against), arriving)
@@ -341,13 +304,23 @@ class Replayed:
         return int(red or bool(quiet_faults(self.results)))
 
 
+AtLast = Callable[[Engine, Replayed], None]
+
+
+def _no_more(_engine: Engine, _replayed: Replayed) -> None:
+    return None
+
+
 def replay_case(
     case: Case,
     experiments: Sequence[Experiment],
     options: ReplayOptions,
     tell: Tell = _silent,
+    at_last: AtLast = _no_more,
 ) -> Replayed:
     """The baseline's result, then those of ``experiments``, from one session.
+
+    ``at_last`` is given that session and everything that came of it, before the session ends.
 
     Where the case has a quiet control, ``experiments`` are replayed on that first.
     An experiment that a case cannot take (a column is absent, a setting contradicts) is refused
@@ -355,24 +328,31 @@ def replay_case(
     """
     asked = [Experiment.baseline(), *(e for e in experiments if e.mitigations)]
     opened = OpenCase.open(case, options)
-    results: list[Result] = []
     try:
-        if opened.quiet is not None and opened.quiet.missing(asked):
-            tell(Step(case.name, "replaying the quiet control", 0, len(asked)))
-            opened.measure_quiet(asked)
-        tell(Step(case.name, "starting the worker, reading the snapshot", 0, len(asked)))
-        opened.start()
-        tell(Step(case.name, "replaying", 0, len(asked)))
-        for result in opened.results(asked):
-            results.append(result)
-            tell(
-                Step(case.name, f"{result.experiment}: {result.verdict}", len(results), len(asked))
-            )
-        return Replayed(tuple(results))
-    except REFUSALS:
-        return _one_by_one(opened, asked)
+        return opened.parting(_all_together(opened, asked, tell), at_last)
     finally:
         opened.close()
+
+
+def _all_together(opened: OpenCase, asked: Sequence[Experiment], tell: Tell) -> Replayed:
+    results: list[Result] = []
+
+    def told(what: str) -> None:
+        tell(Step(opened.case.name, what, len(results), len(asked)))
+
+    try:
+        if opened.quiet is not None and opened.quiet.missing(asked):
+            told("replaying the quiet control")
+            opened.measure_quiet(asked)
+        told("starting the worker, reading the snapshot")
+        opened.start()
+        told("replaying")
+        for result in opened.results(asked):
+            results.append(result)
+            told(f"{result.experiment}: {result.verdict}")
+    except REFUSALS:
+        return _one_by_one(opened, asked)
+    return Replayed(tuple(results))
 
 
 def _one_by_one(opened: OpenCase, experiments: Sequence[Experiment]) -> Replayed:
@@ -384,8 +364,3 @@ def _one_by_one(opened: OpenCase, experiments: Sequence[Experiment]) -> Replayed
         except REFUSALS as error:
             replayed += Replayed((), (Refusal(opened.case.name, experiment.name, error),))
     return replayed
-
-
-def _key(experiment: Experiment) -> tuple[str, str]:
-    """What is replayed, and what its retained shares are relative to."""
-    return experiment.name, Experiment(mitigations=experiment.against).name

@@ -39,7 +39,7 @@ def spike_replay(capsys: pytest.CaptureFixture[str]) -> Any:
 def test_help_tells_commands_and_exit_codes(spike_replay: Any) -> None:
     ran = spike_replay("--help")
     assert ran.code == 0
-    for command in ("show", "replay", "sweep", "methods", "demo", "export", "import"):
+    for command in ("show", "replay", "sweep", "methods", "demo", "export", "import", "guard"):
         assert f"\n  {command} " in ran.out
         assert spike_replay(command, "--help").code == 0
     for code in ExitCode:

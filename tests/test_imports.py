@@ -30,9 +30,13 @@ ROOMS = [
     "devices case_files",
     "analysis porting",
     "record",
-    "quiet",
+    "quiet replays",
     "run",
+<<<<<<< HEAD
     "pin expectations",
+=======
+    "pin guard",
+>>>>>>> 77b32c4 (Guard a trainer's change: replay under it and under a reference, tell what changed)
     "zoo",
     "demo listing suite",
     "cli pytest_plugin",

@@ -13,6 +13,7 @@ from replay_lib.case import Case
 from replay_lib.cli.arguments import Layout
 from replay_lib.cli.arguments import as_path as _path
 from replay_lib.cli.doctor import doctor
+from replay_lib.cli.guard import guard
 from replay_lib.cli.output import (
     key_value_table,
     print_error,
@@ -52,10 +53,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(zoo, name="zoo")
-app.command()(doctor)
+for command in (doctor, pin, guard):
+    app.command()(command)
 app.command("export")(export)
 app.command("import")(import_)
-app.command()(pin)
 
 
 Json = Annotated[

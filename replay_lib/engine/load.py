@@ -87,6 +87,7 @@ class OpenRequest(Frozen):
     layout: dict[str, int] = Field(default_factory=dict)
     mitigations: tuple[str, ...] = ()
     trainer: str = GRPO
+    trainer_path: tuple[str, ...] = ()
     python_path: tuple[str, ...] = ()
 
 
@@ -126,7 +127,7 @@ def load(request: OpenRequest, comm: Comm, watch: Stopwatch) -> tuple[Loaded, Se
     refuse_what_cannot_be_split(layout, config, vocab)
     refuse_other_drops(layout, config, snapshot.parallel, snapshot.path)
     settings = load_settings(snapshot)
-    trainer = load_trainer(request.trainer, read_trainer_config(snapshot))
+    trainer = load_trainer(request.trainer, read_trainer_config(snapshot), request.trainer_path)
     batches = {r: load_batch(snapshot, r) for r in range(snapshot.parallel.dp)}
     check_rows_option(request.rows, list(batches.values()), snapshot.path)
     splits = _splits(snapshot, [batches[r] for r in sorted(batches)], fields)

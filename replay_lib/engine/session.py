@@ -66,6 +66,7 @@ class ReplaySession:
         deterministic: bool = True,
         mitigations: Sequence[Path | str] = (),
         trainer: str = GRPO,
+        trainer_path: Sequence[Path | str] = (),
         start_timeout_s: float = START_TIMEOUT_S,
         silence_timeout_s: float = SILENCE_TIMEOUT_S,
         worker_module: str = WORKER,
@@ -79,7 +80,8 @@ class ReplaySession:
         split model and batches; a text such as ``tp=2`` is read, and auto chooses (see
         ``engine/auto_layout.py``). ``mitigations``: directories beside the built-in one.
         ``trainer``: whose loss is replayed, grpo, axrl or module:factory; the worker alone imports
-        it. Raises the error that the worker met, or EngineError.
+        it. ``trainer_path``: where module:factory has to come from, before all other places; by
+        default wherever Python finds it. Raises the error that the worker met, or EngineError.
         """
         on = check_before_start(snapshot, device=device, rows=rows, trainer=trainer)
         chosen = resolve_layout(layout, Path(snapshot).resolve(), on, precision, dp_ranks)
@@ -93,6 +95,7 @@ class ReplaySession:
             "layout": chosen.sizes,
             "mitigations": [str(Path(m).resolve()) for m in mitigations],
             "trainer": trainer,
+            "trainer_path": [str(Path(p).resolve()) for p in trainer_path],
             "python_path": [p or str(Path.cwd()) for p in sys.path],
         }
         return cls.start(

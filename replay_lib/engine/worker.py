@@ -61,6 +61,7 @@ def _serve(channel: Channel, started: float) -> None:
         if op == "open":
             wanted = OpenRequest.model_validate(request)
             sys.path.extend(p for p in wanted.python_path if p not in sys.path)
+            sys.path[:0] = wanted.trainer_path
             torch.use_deterministic_algorithms(wanted.deterministic)
             # Filling fresh memory with NaN guards against bugs in torch, at a tenth of the speed.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

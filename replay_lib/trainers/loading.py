@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from replay_lib.trainers.names import AXRL, GRPO, check_name
 from replay_lib.trainers.protocol import BUILT_IN, LoadedTrainer
 
 
-def load_trainer(name: str, saved: Mapping[str, Any]) -> LoadedTrainer:
+def load_trainer(name: str, saved: Mapping[str, Any], places: Sequence[str] = ()) -> LoadedTrainer:
     """The trainer called ``name``; ``saved`` are the recorded settings as plain dictionaries.
+
+    ``places``: directories of which module:factory must come from one; none: from anywhere.
 
     Raises UsageError for a text that names no trainer and TrainerError where one cannot be loaded.
     """
@@ -22,4 +24,4 @@ def load_trainer(name: str, saved: Mapping[str, Any]) -> LoadedTrainer:
         return load_axrl(saved)
     from replay_lib.trainers.user import load_user_trainer
 
-    return load_user_trainer(name, saved)
+    return load_user_trainer(name, saved, places)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from replay_lib.errors import SpikeReplayError, TrainerError
@@ -12,17 +14,33 @@ from replay_lib.trainers.findable import cannot_import, no_factory
 from replay_lib.trainers.protocol import LoadedTrainer, checked, seams_from
 
 
-def load_user_trainer(name: str, saved: Mapping[str, Any]) -> LoadedTrainer:
+def load_user_trainer(
+    name: str, saved: Mapping[str, Any], places: Sequence[str] = ()
+) -> LoadedTrainer:
     """Import ``module`` and call ``factory(saved)``; see docs/trainers.md for the contract.
 
+    ``places``: the module must come from one of these directories; none: from anywhere.
     Raises TrainerError that names module, factory or field where one is not what it should be.
     """
     module_name, _, factory_name = name.partition(":")
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
+<<<<<<< HEAD
         told = f"{type(error).__name__}: {error}"
         raise TrainerError(cannot_import(name, module_name, told)) from error
+=======
+        raise TrainerError(
+            f"trainer {name}: module {module_name!r} cannot be imported: "
+            f"{type(error).__name__}: {error}. It must lie where the command is called, or on "
+            "PYTHONPATH"
+        ) from error
+    if places and not _inside(module, places):
+        raise TrainerError(
+            f"trainer {name}: found the module in {module.__file__}, expected it in one of "
+            f"{', '.join(places)}: another copy of it was imported before"
+        )
+>>>>>>> 77b32c4 (Guard a trainer's change: replay under it and under a reference, tell what changed)
     factory = getattr(module, factory_name, None)
     if not callable(factory):
         found = "nothing" if factory is None else type(factory).__name__
@@ -50,6 +68,7 @@ def load_user_trainer(name: str, saved: Mapping[str, Any]) -> LoadedTrainer:
     )
 
 
+<<<<<<< HEAD
 def _attribute(name: str, made: Any, attribute: str, absent: Any) -> Any:
     """``made.attribute``, which may be a property and run code of the user's."""
     try:
@@ -60,3 +79,8 @@ def _attribute(name: str, made: Any, attribute: str, absent: Any) -> Any:
         raise TrainerError(
             f"trainer {name}: its attribute {attribute} raised {type(error).__name__}: {error}"
         ) from error
+=======
+def _inside(module: ModuleType, places: Sequence[str]) -> bool:
+    file = Path(module.__file__ or "/").resolve()
+    return any(file.is_relative_to(place) for place in places)
+>>>>>>> 77b32c4 (Guard a trainer's change: replay under it and under a reference, tell what changed)
