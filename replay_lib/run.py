@@ -188,7 +188,8 @@ class OpenCase:
                 case.snapshot,
                 device=options.device,
                 rows=options.rows,
-                trainer=options.trainer or GRPO,
+                # elsewhere than here the worker alone can look
+                trainer=GRPO if options.trainer_path else options.trainer or GRPO,
             )
         case.require()
         known = load_methods(options.mitigations) if methods is None else methods

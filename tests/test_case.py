@@ -104,8 +104,8 @@ def test_tolerance_by_fidelity_and_by_the_coarser_dtype(tmp_path: Path) -> None:
         ),
         (
             "schema: 1\nsnapshot: x\ncolour: red\n",
-            "case.yaml: colour: found an unknown key, expected one of schema, snapshot, name, quiet, "
-            "note, thresholds, tolerance, needs, expected, provenance, sha256",
+            "case.yaml: colour: found an unknown key, expected one of schema, snapshot, name, "
+            "quiet, note, thresholds, tolerance, needs, expected, provenance, sha256",
         ),
         (
             "schema: 1\nsnapshot: x\ntolerance: {float32: {value: 1e-5, reason: r}}\n",

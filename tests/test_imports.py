@@ -32,11 +32,7 @@ ROOMS = [
     "record",
     "quiet replays",
     "run",
-<<<<<<< HEAD
-    "pin expectations",
-=======
-    "pin guard",
->>>>>>> 77b32c4 (Guard a trainer's change: replay under it and under a reference, tell what changed)
+    "pin expectations guard",
     "zoo",
     "demo listing suite",
     "cli pytest_plugin",

@@ -87,8 +87,8 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         export_case(ZOO, tmp_path / "file" / "a" / "out")
     assert str(caught.value) == (
-        f"{tmp_path}/file/a/out: found a place that cannot be written (Not a directory), expected a "
-        "new directory where files can be made, with room for them"
+        f"{tmp_path}/file/a/out: found a place that cannot be written (Not a directory), expected "
+        "a new directory where files can be made, with room for them"
     )
 
 

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from replay_lib.errors import UsageError
-
-Layout = Annotated[
-    str,
-    typer.Option(
-        metavar="AXES",
-        help="Ranks that replay, as in tp=2 or ep=2,dp=2 (tp, pp, cp, ep, dp); auto: one, or the "
-        "recorded layout folded onto the GPUs where one is too small.",
-    ),
-]
+from replay_lib.run import LEAST_REPEATS
 
 
 def as_path(text: str | Path) -> Path:
@@ -35,3 +27,77 @@ def as_path(text: str | Path) -> Path:
         found = f"{str(text)!r:.60} ({getattr(error, 'strerror', None) or error})"
         raise UsageError(f"a path: found {found}, expected one that can be looked up") from error
     return Path(text)
+
+
+Layout = Annotated[
+    str,
+    typer.Option(
+        metavar="AXES",
+        help="Ranks that replay, as in tp=2 or ep=2,dp=2 (tp, pp, cp, ep, dp); auto: one, or the "
+        "recorded layout folded onto the GPUs where one is too small.",
+    ),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
+]
+Device = Annotated[
+    Literal["auto", "cpu", "cuda"],
+    typer.Option(help="auto takes cuda where an NVIDIA device is found."),
+]
+Precision = Annotated[
+    Literal["recorded", "float32", "bfloat16"],
+    typer.Option(help="The dtype to replay in; recorded is the run's own."),
+]
+DpRanks = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,N,...",
+        help="Replay these recorded data-parallel ranks only: a diagnostic, not full-fidelity.",
+    ),
+]
+Rows = Annotated[
+    Literal["recorded", "merged", "unmerged"],
+    typer.Option(
+        help="Rows that are prefix trees: as the trainer packed them (recorded; merged refuses a "
+        "snapshot without any), or each path as a row of its own."
+    ),
+]
+Deterministic = Annotated[
+    bool, typer.Option(help="Deterministic algorithms wherever the device has them.")
+]
+Mitigations = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="DIR", parser=as_path, help="A directory with methods of your own; may be repeated."
+    ),
+]
+Trainer = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Whose loss is replayed: grpo (built in), axrl (the installed one), module:factory.",
+    ),
+]
+Repeats = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        help=f"Replay the baseline N times, {LEAST_REPEATS} at least; the spread of its norm "
+        "enters the noise band.",
+    ),
+]
+Backend = Annotated[
+    Literal["native", "axrl"],
+    typer.Option(help="What replays: this library's engine, or AXRL's own worker on its GPUs."),
+]
+Against = Annotated[
+    str,
+    typer.Option(metavar="METHOD", help="Compare with this experiment instead of the baseline."),
+]
+ResultsFile = Annotated[
+    Path | None,
+    typer.Option("--results", metavar="FILE", parser=as_path, help="Append the results to FILE."),
+]
+METHOD_SYNTAX = (
+    "A method is a slug, slug:name=value,name=value, or module:function; a+b applies both."
+)

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from replay_lib import __version__
 from replay_lib.case import Case
-from replay_lib.cli.arguments import Layout
+from replay_lib.cli.arguments import (
+    METHOD_SYNTAX,
+    Against,
+    Backend,
+    Deterministic,
+    Device,
+    DpRanks,
+    Json,
+    Layout,
+    Mitigations,
+    Precision,
+    Repeats,
+    ResultsFile,
+    Rows,
+    Trainer,
+)
 from replay_lib.cli.arguments import as_path as _path
 from replay_lib.cli.doctor import doctor
 from replay_lib.cli.guard import guard
@@ -57,72 +72,6 @@ for command in (doctor, pin, guard):
     app.command()(command)
 app.command("export")(export)
 app.command("import")(import_)
-
-
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
-]
-Device = Annotated[
-    Literal["auto", "cpu", "cuda"],
-    typer.Option(help="auto takes cuda where an NVIDIA device is found."),
-]
-Precision = Annotated[
-    Literal["recorded", "float32", "bfloat16"],
-    typer.Option(help="The dtype to replay in; recorded is the run's own."),
-]
-DpRanks = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N,N,...",
-        help="Replay these recorded data-parallel ranks only: a diagnostic, not full-fidelity.",
-    ),
-]
-Rows = Annotated[
-    Literal["recorded", "merged", "unmerged"],
-    typer.Option(
-        help="Rows that are prefix trees: as the trainer packed them (recorded; merged refuses a "
-        "snapshot without any), or each path as a row of its own."
-    ),
-]
-Deterministic = Annotated[
-    bool, typer.Option(help="Deterministic algorithms wherever the device has them.")
-]
-Mitigations = Annotated[
-    list[Path] | None,
-    typer.Option(
-        metavar="DIR", parser=_path, help="A directory with methods of your own; may be repeated."
-    ),
-]
-Trainer = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Whose loss is replayed: grpo (built in), axrl (the installed one), module:factory.",
-    ),
-]
-Repeats = Annotated[
-    int,
-    typer.Option(
-        metavar="N",
-        help=f"Replay the baseline N times, {LEAST_REPEATS} at least; the spread of its norm "
-        "enters the noise band.",
-    ),
-]
-Backend = Annotated[
-    Literal["native", "axrl"],
-    typer.Option(help="What replays: this library's engine, or AXRL's own worker on its GPUs."),
-]
-Against = Annotated[
-    str,
-    typer.Option(metavar="METHOD", help="Compare with this experiment instead of the baseline."),
-]
-ResultsFile = Annotated[
-    Path | None,
-    typer.Option("--results", metavar="FILE", parser=_path, help="Append the results to FILE."),
-]
-METHOD_SYNTAX = (
-    "A method is a slug, slug:name=value,name=value, or module:function; a+b applies both."
-)
 
 
 @app.command()

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from replay_lib.case import Case, builtin_cases, discover
-from replay_lib.cli.arguments import Layout, as_path
+from replay_lib.cli.arguments import Device, Json, Layout, Mitigations, Repeats, as_path
 from replay_lib.cli.output import print_json, progress, stdout
 from replay_lib.errors import UsageError
 from replay_lib.guard.guarding import guard as run_guard
@@ -50,18 +50,10 @@ def guard(
         Literal["worse", "changed"],
         typer.Option(help="What makes the exit status 1: what became worse, or every change."),
     ] = "worse",
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"],
-        typer.Option(help="auto takes cuda where an NVIDIA device is found."),
-    ] = "auto",
+    device: Device = "auto",
     layout: Layout = "auto",
-    mitigations: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="DIR", parser=as_path, help="A directory with methods of your own."),
-    ] = None,
-    repeats: Annotated[
-        int, typer.Option(metavar="N", min=LEAST_REPEATS, help="Replay each baseline N times.")
-    ] = LEAST_REPEATS,
+    mitigations: Mitigations = None,
+    repeats: Repeats = LEAST_REPEATS,
     results: Annotated[
         Path | None, _file("--results", "Append the tested results to FILE.")
     ] = None,
@@ -72,9 +64,7 @@ def guard(
     summary: Annotated[
         Path | None, _file("--summary", "Write a Markdown summary to FILE, for a pull request.")
     ] = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
-    ] = False,
+    json: Json = False,
 ) -> None:
     """Replay CASES with a trainer and with a reference, and tell only what changed."""
     options = ReplayOptions(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from replay_lib.cli.arguments import as_path
+from replay_lib.cli.arguments import Device, Json, Mitigations, as_path
 from replay_lib.cli.output import print_error, print_json, progress, stdout
 from replay_lib.exit_codes import ExitCode
 from replay_lib.pin import Pinned
@@ -23,20 +23,12 @@ def pin(
         typer.Argument(help="Methods to pin; none given: all registered and expected ones."),
     ] = None,
     *,
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"],
-        typer.Option(help="auto takes cuda where an NVIDIA device is found."),
-    ] = "auto",
-    mitigations: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="DIR", parser=as_path, help="A directory with methods of your own."),
-    ] = None,
+    device: Device = "auto",
+    mitigations: Mitigations = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would change and write nothing.")
     ] = False,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
-    ] = False,
+    json: Json = False,
 ) -> None:
     """Replay METHODS on CASE and write their verdicts into its case.yaml, as they fall."""
     options = ReplayOptions(device=device, mitigations=tuple(mitigations or ()))

@@ -7,15 +7,12 @@ from typing import Annotated
 
 import typer
 
-from replay_lib.cli.arguments import as_path
+from replay_lib.cli.arguments import Json, as_path
 from replay_lib.cli.output import key_value_table, print_json, stdout
 from replay_lib.porting import Ported, export_case, import_case
 
 Out = Annotated[
     Path, typer.Argument(metavar="OUT", parser=as_path, help="A new directory for what is written.")
-]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
 ]
 
 

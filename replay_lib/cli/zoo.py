@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from replay_lib.cli.arguments import Json
 from replay_lib.cli.output import key_value_table, print_json, stderr, stdout
 from replay_lib.zoo import KINDS, make_spike
 from replay_lib.zoo.make import CACHE
@@ -19,10 +20,6 @@ zoo = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
-]
 
 
 @zoo.command("list")

@@ -26,21 +26,13 @@ def load_user_trainer(
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-<<<<<<< HEAD
         told = f"{type(error).__name__}: {error}"
         raise TrainerError(cannot_import(name, module_name, told)) from error
-=======
-        raise TrainerError(
-            f"trainer {name}: module {module_name!r} cannot be imported: "
-            f"{type(error).__name__}: {error}. It must lie where the command is called, or on "
-            "PYTHONPATH"
-        ) from error
     if places and not _inside(module, places):
         raise TrainerError(
             f"trainer {name}: found the module in {module.__file__}, expected it in one of "
             f"{', '.join(places)}: another copy of it was imported before"
         )
->>>>>>> 77b32c4 (Guard a trainer's change: replay under it and under a reference, tell what changed)
     factory = getattr(module, factory_name, None)
     if not callable(factory):
         found = "nothing" if factory is None else type(factory).__name__
@@ -68,7 +60,6 @@ def load_user_trainer(
     )
 
 
-<<<<<<< HEAD
 def _attribute(name: str, made: Any, attribute: str, absent: Any) -> Any:
     """``made.attribute``, which may be a property and run code of the user's."""
     try:
@@ -79,8 +70,8 @@ def _attribute(name: str, made: Any, attribute: str, absent: Any) -> Any:
         raise TrainerError(
             f"trainer {name}: its attribute {attribute} raised {type(error).__name__}: {error}"
         ) from error
-=======
+
+
 def _inside(module: ModuleType, places: Sequence[str]) -> bool:
     file = Path(module.__file__ or "/").resolve()
     return any(file.is_relative_to(place) for place in places)
->>>>>>> 77b32c4 (Guard a trainer's change: replay under it and under a reference, tell what changed)
