@@ -277,11 +277,16 @@ def _check_memory(
     refuse_what_cannot_fit(needed, device, layout)
 
 
-def _fidelity(snapshot: Snapshot, dp_ranks: tuple[int, ...], layout: Layout) -> Fidelity:
-    """Decided here and nowhere else: which ranks' batches, on which layout."""
+def _fidelity(snapshot: Snapshot, dp_ranks: tuple[int, ...], layout: Layout, rows: str) -> Fidelity:
+    """Decided here and nowhere else: which ranks' batches, on which layout, packed how.
+
+    Trees that were recorded merged and are replayed unmerged are summed in another order, as
+    batches on other ranks are.
+    """
     if len(dp_ranks) < snapshot.parallel.dp:
         return "reduced"
-    return "full" if same_as_recorded(layout, snapshot.parallel) else "folded"
+    as_recorded = same_as_recorded(layout, snapshot.parallel) and rows != "unmerged"
+    return "full" if as_recorded else "folded"
 
 
 def _info(
@@ -300,7 +305,7 @@ def _info(
     return SessionInfo(
         snapshot=str(snapshot.path),
         step=snapshot.step,
-        fidelity=_fidelity(snapshot, dp_ranks, layout),
+        fidelity=_fidelity(snapshot, dp_ranks, layout, loaded.rows),
         dp_ranks=dp_ranks,
         dp_recorded=snapshot.parallel.dp,
         layout=layout.sizes,

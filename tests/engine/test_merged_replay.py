@@ -66,6 +66,36 @@ def test_merged_and_unmerged_agree_under_every_kind_of_method(merged):
     assert len(set(norms)) == len(METHODS)  # each method does something here
 
 
+RANKS = ("baseline", "disable-routing-replay", UNMERGED, "seam_examples:scaled_router")
+
+
+@pytest.fixture(scope="module")
+def one_rank(merged) -> list[Outcome]:
+    return list(merged.run_many([Experiment.parse(text) for text in RANKS]))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "ep=2",
+        "pp=2",
+        pytest.param("tp=2", marks=pytest.mark.slow),
+        pytest.param("cp=2", marks=pytest.mark.slow),
+        pytest.param("dp=2", marks=pytest.mark.slow),
+        pytest.param("pp=2,ep=2", marks=pytest.mark.slow),
+    ],
+)
+def test_several_ranks_give_the_figures_of_one(one_rank, layout):
+    with ReplaySession.open(SNAPSHOT, device="cpu", layout=layout) as session:
+        assert session.info.fidelity == ("full" if layout == "dp=2" else "folded")
+        outcomes = list(session.run_many([Experiment.parse(text) for text in RANKS]))
+        assert session.run(Experiment.baseline()).digest == outcomes[0].digest
+    for outcome, expected in zip(outcomes, one_rank, strict=True):
+        assert_same(outcome, expected)
+        assert outcome.touched == expected.touched
+    assert len({outcome.digest for outcome in outcomes}) == len(RANKS)
+
+
 def note_of(session: ReplaySession) -> str:
     (note,) = [n for n in session.info.notes if "rows are prefix trees" in n]
     return note
@@ -115,8 +145,10 @@ def test_hand_made_trees_in_a_session_that_unmerges(tmp_path):
     methods = tmp_path / "methods"
     methods.mkdir()
     (methods / "merge.py").write_text(MERGE)
-    with ReplaySession.open(path, device="cpu", rows="unmerged", mitigations=[methods]) as session:
+    options = {"rows": "unmerged", "mitigations": [methods], "layout": "dp=2"}
+    with ReplaySession.open(path, device="cpu", **options) as session:
         assert "replayed one row a path" in note_of(session)
+        assert session.info.fidelity == "folded"  # on the recorded layout, but in another order
         outcomes = pairs(session, "merge")
     for apart, together in outcomes:
         assert_same(apart, together)
