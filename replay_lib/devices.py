@@ -1,9 +1,41 @@
-"""Whether this machine has what a case needs. Asks the driver; imports no torch."""
+"""Whether this machine has what a case needs, and which devices are whose. Imports no torch."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
+
 from replay_lib.case import Needs
-from replay_lib.engine.machine import cuda_devices, memory_gib
+from replay_lib.engine.machine import cuda_devices, memory_gib, visible_devices
+
+#: What pytest-xdist calls its workers: gw0, gw1, ...
+XDIST_WORKER = "PYTEST_XDIST_WORKER"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@contextlib.contextmanager
+def own_devices(size: int) -> Iterator[None]:
+    """Meanwhile this process, and what it starts, sees its own ``size`` devices.
+
+    The devices of a machine are split into sets of that size, and pytest-xdist's workers take the
+    sets in turn: more workers than sets share them evenly. Without pytest-xdist, or with fewer
+    devices than that, nothing changes.
+    """
+    worker, visible = os.environ.get(XDIST_WORKER, ""), visible_devices()
+    if not worker.removeprefix("gw").isdigit() or len(visible) < 2 * size:
+        yield
+        return
+    number = int(worker.removeprefix("gw")) % (len(visible) // size)
+    before = os.environ.get(VISIBLE)
+    os.environ[VISIBLE] = ",".join(visible[number * size : (number + 1) * size])
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[VISIBLE]
+        else:
+            os.environ[VISIBLE] = before
 
 
 def unmet(needs: Needs, device: str) -> str | None:

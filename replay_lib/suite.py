@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from replay_lib.case import Case, Needs
-from replay_lib.devices import unmet
+from replay_lib.devices import own_devices, unmet
+from replay_lib.engine.layout import AUTO, Layout
 from replay_lib.engine.machine import cuda_devices
 from replay_lib.engine.protocol import Experiment
 from replay_lib.errors import CaseError, EngineError, SpikeReplayError, fault
@@ -38,10 +39,15 @@ class Sessions:
         self._open: dict[str, OpenCase] = {}
         self._unopenable: dict[str, SpikeReplayError] = {}
         self._asked_all: set[str] = set()
+        ranks = 1 if options.layout == AUTO else Layout.parse(options.layout).ranks
+        self._size = max(case.needs.devices, ranks)  # devices that this case takes at once
 
     def replay(self, mitigation: str, against: str, device: str) -> Result:
         """The judged result of one experiment on ``device`` (auto, cpu or cuda)."""
-        where = _resolved(device)
+        with own_devices(self._size):
+            return self._replay(mitigation, against, _resolved(device))
+
+    def _replay(self, mitigation: str, against: str, where: str) -> Result:
         opened = self._opened(where)
         asked = parse_experiments([mitigation], against, opened.methods)
         opened.measure_quiet([*self._all(opened), *asked])
@@ -58,7 +64,8 @@ class Sessions:
         """What a method does to the quiet control; the spike itself is not replayed for it."""
         opened = self._opened(_resolved(device))
         asked = parse_experiments([mitigation], "baseline", opened.methods)
-        opened.measure_quiet([*self._all(opened), *asked])
+        with own_devices(self._size):
+            opened.measure_quiet([*self._all(opened), *asked])
         effect = opened.quiet.effect(asked[0]) if opened.quiet else None
         if effect is None:
             where = self._case.file or self._case.name

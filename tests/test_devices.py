@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from replay_lib import devices
 from replay_lib.case import Needs
+from replay_lib.engine import machine as machine_module
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, cards: int, gib: float) -> None:
@@ -65,3 +67,48 @@ def test_hidden_devices_are_not_counted(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert devices.cuda_devices() == seen
+
+
+def test_xdist_workers_take_sets_of_devices_in_turn(monkeypatch):
+    seen = []
+    monkeypatch.setattr(devices, "visible_devices", lambda: ("4", "5", "6", "7", "8"))
+    for worker, size in (("gw0", 1), ("gw6", 1), ("gw0", 2), ("gw1", 2), ("gw2", 2), ("gw1", 3)):
+        monkeypatch.setenv(devices.XDIST_WORKER, worker)
+        monkeypatch.setenv(devices.VISIBLE, "before")
+        with devices.own_devices(size):
+            seen.append(os.environ[devices.VISIBLE])
+        assert os.environ[devices.VISIBLE] == "before"
+    assert seen == ["4", "5", "4,5", "6,7", "4,5", "before"]
+
+
+def test_devices_stay_as_they_are_without_xdist_and_are_given_back(monkeypatch):
+    monkeypatch.setattr(devices, "visible_devices", lambda: ("0", "1"))
+    monkeypatch.delenv(devices.VISIBLE, raising=False)
+    monkeypatch.delenv(devices.XDIST_WORKER, raising=False)
+    with devices.own_devices(1):
+        assert devices.VISIBLE not in os.environ
+    monkeypatch.setenv(devices.XDIST_WORKER, "gw1")
+    with pytest.raises(KeyError), devices.own_devices(1):
+        assert os.environ[devices.VISIBLE] == "1"
+        raise KeyError
+    assert devices.VISIBLE not in os.environ
+
+
+def test_visible_devices_are_those_that_the_environment_names(monkeypatch, tmp_path):
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(machine_module, "Path", lambda _dev: tmp_path)
+    expected = {
+        None: ("0", "1", "2"),
+        "": (),
+        "-1": (),
+        "2,0": ("2", "0"),
+        "GPU-a1, 1": ("GPU-a1", "1"),
+    }
+    for named, devices_seen in expected.items():
+        if named is None:
+            monkeypatch.delenv(devices.VISIBLE, raising=False)
+        else:
+            monkeypatch.setenv(devices.VISIBLE, named)
+        assert machine_module.visible_devices() == devices_seen
+        assert machine_module.cuda_devices() == len(devices_seen)

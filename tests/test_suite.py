@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import fake_engine
 import pytest
 
-from replay_lib import run
+from replay_lib import devices, run
 from replay_lib.case import Case
 from replay_lib.errors import CaseError, EngineError, SnapshotError
 from replay_lib.run import ReplayOptions
@@ -124,3 +125,17 @@ def test_tests_without_a_case_are_counted_by_their_reason() -> None:
     (line,) = caseless_lines(stats, "no case in x")
     assert line.startswith("no case in x: 1 test that asks for one was skipped. Name a directory")
     assert caseless_lines(stats, "no case in y") == caseless_lines({}, "no case in x") == []
+
+
+def test_a_session_is_opened_on_the_devices_of_its_worker(sessions, monkeypatch):
+    seen = []
+
+    def open_engine(snapshot, options):
+        seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+        return fake_engine.FakeEngine(snapshot, options)
+
+    monkeypatch.setattr(run, "open_engine", open_engine)
+    monkeypatch.setattr(devices, "visible_devices", lambda: ("0", "1"))
+    monkeypatch.setenv(devices.XDIST_WORKER, "gw3")
+    sessions.replay("disable-routing-replay", "baseline", "cpu")
+    assert seen == ["1"]

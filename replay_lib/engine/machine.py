@@ -23,15 +23,19 @@ def memory_gib(device: str) -> float | None:
         return None
 
 
+def visible_devices() -> tuple[str, ...]:
+    """NVIDIA devices that a worker would see, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return tuple(map(str, range(present)))
+    listed = [part.strip() for part in named.split(",")]
+    return tuple(part for part in listed if part not in ("", "-1"))[:present]
+
+
 def cuda_devices() -> int:
     """NVIDIA devices that a worker would see; asks the driver's device files, imports no torch."""
-    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return present
-    return min(
-        present, len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
-    )
+    return len(visible_devices())
 
 
 def has_cuda() -> bool:
