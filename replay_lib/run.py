@@ -21,7 +21,7 @@ from replay_lib.errors import SpikeReplayError, UsageError
 from replay_lib.methods import find, load_methods
 from replay_lib.patch import Mitigation
 from replay_lib.quiet import REFUSALS, QuietControl
-from replay_lib.record.judge import Comparison, Recorded, judge_outcome, traits_of
+from replay_lib.record.judge import Comparison, Recorded, judge_outcome, same_part, traits_of
 from replay_lib.record.result import Result, quiet_faults
 from replay_lib.replays import Replays, key_of
 from replay_lib.snapshot.opening import open_snapshot
@@ -242,15 +242,17 @@ class OpenCase:
     ) -> Result:
         again = replays.repeats(arriving)
         compared = replays.outcome(Experiment(mitigations=experiment.against), arriving)
+        outcome = replays.outcome(experiment, arriving)
         beside = Comparison(
             baseline=replays.baseline,
             repeats=again,
             compared=compared,
+            same_part=same_part(outcome, replays.kept.values()),
             side_effect=self.quiet.effect(experiment) if self.quiet else None,
             quiet_param_norms=self.quiet.param_norms if self.quiet else None,
         )
         return judge_outcome(
-            replays.outcome(experiment, arriving),
+            outcome,
             beside=beside,
             session=replays.engine.info,
             case=self.case,

@@ -144,6 +144,8 @@ class Outcome(Frozen):
     compared with, ``cosine_carried`` the same with carried old log-probabilities. None: the
     baseline itself, a gradient that is zero or not finite, or no memory for the baseline's (a note
     says so).
+    ``idle`` are the labels of those methods of a combination whose patches changed nothing of what
+    they were given.
     ``nonfinite`` names what was not finite, first things first (empty: everything was finite).
     ``notes`` tell of a loss that is not finite although its gradient is.
     """
@@ -160,6 +162,7 @@ class Outcome(Frozen):
     retained_carried: Retained | None = None
     cosine: float | None = None
     cosine_carried: float | None = None
+    idle: tuple[str, ...] = ()
     nonfinite: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     shared_forward: bool = False

@@ -17,6 +17,7 @@ from torch import Tensor
 from replay_lib.engine.agreement import Report, agree, made_of_inputs, reporting
 from replay_lib.engine.apply import Patched, apply_patches
 from replay_lib.engine.cosine import Unpatched
+from replay_lib.engine.halves import watched
 from replay_lib.engine.memory import group_size, place_to_keep
 from replay_lib.engine.protocol import Experiment, MitigationCall, Outcome
 from replay_lib.engine.signals import Signals, retained
@@ -48,13 +49,20 @@ class Replayer:
 
 @dataclass(frozen=True)
 class _Job:
-    """One experiment, resolved and patched; ``key`` is equal where a forward can be shared."""
+    """One experiment, resolved and patched; ``key`` is equal where a forward can be shared.
+
+    ``forward`` are the labels of the methods that change the forward pass, ``watched`` those of
+    a combination's methods that act before the norm, ``moved`` those of them that changed
+    something; weights, model fields and token weights add theirs in a replay.
+    """
 
     number: int
     experiment: Experiment
     patched: Patched
     key: tuple[object, ...]
-    changes_forward: bool
+    forward: tuple[str, ...]
+    watched: tuple[str, ...] = ()
+    moved: set[str] = field(default_factory=set)
 
 
 def replay(
@@ -111,8 +119,13 @@ def _job(replayer: Replayer, number: int, experiment: Experiment, report: Report
     patches: list[Patch] = []
     forward_calls: list[str] = []
     methods: dict[Seam, str] = {}
+    labels: list[str] = []
+    moved: set[str] = set()
     for call in experiment.mitigations:
-        mine = resolve(call, replayer.methods)
+        mine: Sequence[Patch] = resolve(call, replayer.methods)
+        if mine and len(experiment.mitigations) > 1:
+            labels.append(call.label())
+            mine = watched(mine, call.label(), moved)
         patches += mine
         if any(p.seam not in LOSS_ONLY_SEAMS for p in mine):
             forward_calls.append(call.label())
@@ -131,7 +144,9 @@ def _job(replayer: Replayer, number: int, experiment: Experiment, report: Report
         experiment=experiment,
         patched=replace(patched, methods=methods),
         key=(tuple(forward_calls), wants_entropy, entropy.top_k),
-        changes_forward=bool(forward_calls),
+        forward=tuple(forward_calls),
+        watched=tuple(labels),
+        moved=moved,
     )
 
 
@@ -141,9 +156,12 @@ def patched_for(replayer: Replayer, experiment: Experiment) -> Patched:
 
 
 def _groups(jobs: Sequence[_Job], size: int) -> list[list[_Job]]:
-    """Jobs that may share a forward, in the order of first appearance, at most ``size`` each."""
+    """Jobs that may share a forward, in the order of first appearance, at most ``size`` each.
+
+    In a group those that are watched come first: the patches of its first job act on the model.
+    """
     by_key: dict[tuple[object, ...], list[_Job]] = {}
-    for job in jobs:
+    for job in sorted(jobs, key=lambda job: not job.watched):
         by_key.setdefault(job.key, []).append(job)
     return [
         group[start : start + size]
@@ -176,14 +194,15 @@ def _replay_group(replayer: Replayer, group: Sequence[_Job]) -> Iterator[Outcome
     variants: list[Variant] = []
     for job in group:
         variants.append(new_variant(replayer.loaded, job.patched))
-        if job.changes_forward:
+        if job.forward:
             base = replayer.baseline_log_prob
             variants.append(new_variant(replayer.loaded, job.patched, carried_from=base))
     finished = iter(run_variants(replayer.loaded, variants, unpatched=replayer.unpatched))
     seconds = (time.perf_counter() - start) / len(group)
+    _share_moves(group)
     for job in group:
         stored = next(finished)
-        carried = next(finished) if job.changes_forward else None
+        carried = next(finished) if job.forward else None
         yield _outcome(replayer, job, stored, carried, shared=len(group) > 1, seconds=seconds)
 
 
@@ -215,9 +234,25 @@ def _outcome(
         cosine_carried=carried.cosine if carried else None,
         nonfinite=stored.nonfinite + (carried.nonfinite if carried else ()),
         notes=stored.notes + _unkept(replayer) if patched else stored.notes,
+        idle=_idle(replayer, job),
         shared_forward=shared,
         seconds=seconds,
     )
+
+
+def _share_moves(group: Sequence[_Job]) -> None:
+    """Weights and model fields are patched once a group, by the first job's patches."""
+    first = group[0]
+    for job in group[1:]:
+        job.moved.update(first.moved.intersection(first.forward))
+
+
+def _idle(replayer: Replayer, job: _Job) -> tuple[str, ...]:
+    """Methods of a combination that changed nothing on any rank."""
+    if not job.watched:
+        return ()
+    moved = set().union(*replayer.loaded.comm.gather(job.moved))
+    return tuple(label for label in job.watched if label not in moved)
 
 
 def _unkept(replayer: Replayer) -> tuple[str, ...]:

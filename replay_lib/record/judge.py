@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from replay_lib.case import Case
@@ -58,13 +58,16 @@ class Comparison:
     """The replays that one outcome is judged beside.
 
     ``repeats`` are the further replays of ``baseline`` in the same session. ``compared`` is the
-    outcome of the experiment named by ``against``, ``side_effect`` what this experiment does to the
-    quiet control, ``quiet_param_norms`` the norms of that step's parameters with nothing patched.
+    outcome of the experiment named by ``against``, ``same_part`` a part of a combination that gave
+    the bit-equal gradient when it was replayed alone, ``side_effect`` what this experiment does to
+    the quiet control, ``quiet_param_norms`` the norms of that step's parameters with nothing
+    patched.
     """
 
     baseline: Outcome
     repeats: tuple[Outcome, ...] = ()
     compared: Outcome
+    same_part: str | None = None
     side_effect: SideEffect | None = None
     quiet_param_norms: Mapping[str, float] | None = None
 
@@ -113,7 +116,7 @@ def judge_outcome(
         compared_norm=compared,
         reduction=reduction_of(norm, compared),
         verdict=judgement.verdict,
-        reason=judgement.reason,
+        reason=judgement.reason + _told_parts(outcome, beside.same_part),
         below_detector=judgement.below_detector,
         retained=outcome.retained,
         touched={str(seam): count for seam, count in outcome.touched.items()},
@@ -134,6 +137,7 @@ def judge_outcome(
         ratio_scaled=judgement.ratio_scaled,
         cosine=outcome.cosine,
         cosine_carried=outcome.cosine_carried,
+        idle=outcome.idle,
         side_effect=beside.side_effect,
         postclip_norm=_postclip(outcome, beside, recorded, traits),
         clip_coefficient=clip_coefficient(norm, recorded.clip_grad),
@@ -251,6 +255,22 @@ def _carried(outcome: Outcome, beside: Comparison) -> Variant | None:
         retained=outcome.retained_carried,
         quiet_scale=effect.scale("carried") if effect else None,
     )
+
+
+def same_part(outcome: Outcome, known: Iterable[Outcome]) -> str | None:
+    """The part of a combination that gave its bit-equal gradient, among what is ``known``."""
+    calls = set(outcome.experiment.mitigations)
+    for other in known:
+        part = set(other.experiment.mitigations)
+        if part and part < calls and other.digest == outcome.digest:
+            return other.experiment.name
+    return None
+
+
+def _told_parts(outcome: Outcome, same_part: str | None) -> str:
+    """Of a combination: which of its methods changed nothing, and what it is equal to."""
+    told = f"; {', '.join(outcome.idle)} changed nothing" if outcome.idle else ""
+    return told + (f"; the gradient is bit-equal to that of {same_part} alone" if same_part else "")
 
 
 def _same_digest(outcome: Outcome, beside: Comparison) -> str | None:

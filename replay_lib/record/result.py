@@ -129,7 +129,8 @@ class Result(Frozen):
 
     ``side_effect`` is what the method does to the case's quiet control, None without one.
     ``cosine`` is that of the gradient to the baseline's, whatever ``against`` is, with stored old
-    log-probabilities, ``cosine_carried`` with carried ones (None: see ``Outcome``).
+    log-probabilities, ``cosine_carried`` with carried ones (None: see ``Outcome``). ``idle`` are
+    methods of a combination that changed nothing; the reason says so.
 
     Norms are L2 over all parameters before clipping. ``grad_norm_preclip``, ``ratio``,
     ``compared_norm`` and ``reduction`` are those with stored old log-probabilities; ``old`` has
@@ -172,6 +173,7 @@ class Result(Frozen):
     ratio_scaled: float | None = None
     cosine: float | None = None
     cosine_carried: float | None = None
+    idle: tuple[str, ...] = ()
     side_effect: SideEffect | None = None
     postclip_norm: float | None = None
     clip_coefficient: float | None = None

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from make_results import BASELINE, INFO, KEPT, RECORDED, case, outcome, result
 
-from replay_lib.record.judge import Comparison, Traits
+from replay_lib.record.judge import Comparison, Traits, same_part
 from replay_lib.rule import Flag, Status, Verdict
 
 HEAD = [
@@ -152,3 +152,18 @@ def test_a_result_tells_whose_loss_and_what_replayed_it():
     assert other.status is None  # nobody measured how much of the signal it keeps
     diagnostic = result(outcome("halve", 2.0), session=elsewhere, traits=Traits(diagnostic=True))
     assert diagnostic.status is Status.DIAGNOSTIC
+
+
+def test_a_half_that_changed_nothing_is_named() -> None:
+    alone = outcome("halve", 4.0)
+    both = outcome("halve+cap", 4.0, idle=("cap",))
+    assert same_part(both, [BASELINE, alone, both]) == "halve"
+    assert same_part(both, [BASELINE, outcome("halve", 4.0, digest="another"), both]) is None
+    assert same_part(alone, [BASELINE, alone]) is None
+    beside = Comparison(baseline=BASELINE, compared=BASELINE, same_part="halve")
+    told = result(both, beside=beside)
+    assert told.idle == ("cap",)
+    assert told.reason.endswith(
+        "; cap changed nothing; the gradient is bit-equal to that of halve alone"
+    )
+    assert "changed nothing" not in result(outcome("halve+cap", 4.5)).reason
