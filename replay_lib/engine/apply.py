@@ -216,15 +216,33 @@ def patched_model(model: LiveModel, patched: Patched) -> Iterator[dict[Seam, int
         patched_fields(model, patched.model) as fields,
     ):
         counts = {Seam.WEIGHTS: weights, Seam.MODEL: fields}
-        try:
+        with refused_by_model(patched):
             yield {seam: n for seam, n in counts.items() if seam in patched.touched}
-        except (ArithmeticError, AssertionError, RuntimeError, TypeError, ValueError) as error:
-            if not patched.model or isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise PatchError(
-                f"the model cannot run with the fields of a model patch: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+
+
+@contextlib.contextmanager
+def refused_by_model(patched: Patched) -> Iterator[None]:
+    """What the model says to fields of a model patch that it cannot run with, as a PatchError."""
+    try:
+        yield
+    except (ArithmeticError, AssertionError, RuntimeError, TypeError, ValueError) as error:
+        if not patched.model or isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise PatchError(
+            f"the model cannot run with the fields of a model patch: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def try_router(model: LiveModel) -> None:
+    """Route a few zeros by this rank's first router, which reads all fields that patches change.
+
+    Without gradients, so that auxiliary losses, whose sums take all ranks, are left out.
+    """
+    for router in model.routers[:1]:
+        shape = (2 * model.experts, 1, model.config.hidden_size)
+        with torch.no_grad():
+            router(torch.zeros(shape, dtype=model.config.params_dtype, device=model.device))
 
 
 def _counted(model: LiveModel) -> frozenset[str]:

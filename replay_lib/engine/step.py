@@ -18,7 +18,7 @@ from torch import Tensor
 
 from replay_lib.batch import RankBatch
 from replay_lib.engine.agreement import Report, agree, made_of_model, reporting
-from replay_lib.engine.apply import Patched, patched_model
+from replay_lib.engine.apply import Patched, patched_model, refused_by_model, try_router
 from replay_lib.engine.auxiliary import auxiliary_losses
 from replay_lib.engine.columns import Shared, apart, rows_on_device
 from replay_lib.engine.comm import Comm
@@ -162,6 +162,9 @@ def _enter_model(
     with reporting(report):
         touched = stack.enter_context(patched_model(loaded.model, patched))
         if loaded.comm.world > 1:
+            if patched.model:  # refused here or, with the other ranks waiting, in the forward pass
+                with refused_by_model(patched):
+                    try_router(loaded.model)
             report.made = made_of_model(loaded.model, loaded.pieces, patched)
     agree(loaded.comm, [report])
     return touched

@@ -61,6 +61,10 @@ BAD = {
         "a patch at the batch seam raised TypeError: unsupported operand type(s) for /: "
         "'Tensor' and 'NoneType'"
     ),
+    "seam_examples:impossible_groups": (
+        "the model cannot run with the fields of a model patch: RuntimeError: "
+        "shape '[16, 3, -1]' is invalid for input of size 128"
+    ),
     "seam_examples:no_parameters": ("a weights patch must return a dict of tensors, not NoneType"),
 }
 SOUND = (
