@@ -250,8 +250,10 @@ class Result(Frozen):
     def explain(self) -> str:
         """Verdict and reason in one line, with what was wanted where that differs."""
         line = f"{self.case} / {self.experiment}: {self.verdict}: {self.reason}"
-        if self.cosine is not None:
-            line += f"; cosine to the unpatched gradient {_cosine(self.cosine)}"
+        if self.cosine is not None and self.rule is not None:  # behind a gate it tells nothing
+            line += f"; cosine to the unpatched gradient {self.cosine:.3f}"
+            if self.cosine_carried is not None:
+                line += f" ({self.cosine_carried:.3f} with carried old log-probabilities)"
         if self.comparison == "as expected":
             return line
         return f"{line} ({self.comparison} than expected: {self.wanted})"

@@ -94,7 +94,12 @@ def test_a_case_has_budgets_of_its_own() -> None:
 
 
 def test_the_reason_tells_the_cosine_on_the_spike() -> None:
-    assert judged(None).explain().endswith("; cosine to the unpatched gradient 0.900")
+    one = judged(None)
+    assert one.explain().endswith("; cosine to the unpatched gradient 0.900")
+    carried = one.model_copy(update={"cosine_carried": -0.25})
+    assert carried.explain().endswith("0.900 (-0.250 with carried old log-probabilities)")
+    gated = result(outcome("cap", 8.0, cosine=1.0))
+    assert (gated.verdict, "cosine" in gated.explain()) == (Verdict.NO_OP, False)
 
 
 def test_degenerate_and_faulty_quiet_controls_prove_nothing() -> None:
