@@ -64,7 +64,7 @@ CODES: dict[str, Code] = {
     ),
     "norm-not-finite": Code(
         _W,
-        "the recorded norm is NaN or infinite: no replay can be compared with it",
+        "the recorded norm is NaN, infinite or negative: no replay can be compared with it",
         "Look for not finite values below; take a snapshot of the step before.",
     ),
     "median-undefined": Code(
@@ -317,7 +317,7 @@ CODES: dict[str, Code] = {
     ),
     "weights-shape": Code(
         _E,
-        "a parameter has another shape than the model section gives it",
+        "a parameter has another shape or kind of number than the model section gives it",
         "Check run_config.yaml against the run, or the snapshot against its source.",
     ),
     "weights-not-finite": Code(

@@ -154,12 +154,12 @@ def _norms(snapshot: Snapshot, source: str) -> Iterator[Finding]:
         yield finding("metadata-legacy", source, "no axrl_metadata.json")
     if norm is None:
         yield finding("norm-missing", source, "grad_norm is null or absent")
-    elif not math.isfinite(norm):
+    elif not (math.isfinite(norm) and norm >= 0):
         yield finding("norm-not-finite", source, f"grad_norm is {norm}")
     if ratio_of(1.0, median) is None:
         yield finding("median-undefined", source, f"grad_norm_median is {median}")
         return
-    if norm is None or not math.isfinite(norm):
+    if norm is None or not (math.isfinite(norm) and norm >= 0):
         return
     ratio, recorded = ratio_of(norm, median), snapshot.spike_ratio_recorded
     if recorded is not None and ratio is not None:
@@ -174,6 +174,7 @@ def _norms(snapshot: Snapshot, source: str) -> Iterator[Finding]:
 
 def _settings(chart: _Chart) -> None:
     from replay_lib.analysis.config import check_config, check_unread
+    from replay_lib.engine.field_values import possible_values
     from replay_lib.snapshot.run_config import load_model_fields
     from replay_lib.snapshot.trainer import read_settings, read_trainer_config
     from replay_lib.snapshot.write import read_worker_config
@@ -191,11 +192,12 @@ def _settings(chart: _Chart) -> None:
     worker = read_worker_config(snapshot)
     chart.add(check_unread(worker, snapshot, raw, unknown), layout.TRAINER)
     try:
-        chart.fields = load_model_fields(snapshot)
+        fields = load_model_fields(snapshot)
     except SpikeReplayError as error:
         chart.findings.append(from_error(error, layout.RUN_CONFIG))
         return
-    chart.add(check_config(snapshot, chart.fields), layout.RUN_CONFIG)
+    chart.add(check_config(snapshot, fields), layout.RUN_CONFIG)
+    chart.fields = possible_values(fields)
 
 
 def _weights(chart: _Chart) -> None:

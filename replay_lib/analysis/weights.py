@@ -61,7 +61,7 @@ def check_names(path: Path, fields: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def check_values(path: Path) -> Iterator[Finding]:
-    """Parameters that are not finite, read one at a time.
+    """Parameters that are not finite, or no floating point at all, read one at a time.
 
     Raises the errors of reading the checkpoint.
     """
@@ -74,6 +74,9 @@ def check_values(path: Path) -> Iterator[Finding]:
                 place = bad.nonzero()[0].tolist()
                 found = f"{key}: {int(bad.sum())} of {tensor.numel()} values, the first at {place}"
                 yield finding("weights-not-finite", ".metadata", found)
+        else:
+            found = f"{key} is {str(tensor.dtype).removeprefix('torch.')}, no floating point"
+            yield finding("weights-shape", ".metadata", found)
 
 
 def saved_shapes(table: Mapping[str, TensorEntry]) -> dict[str, Shape]:

@@ -21,9 +21,10 @@ _COUNTS = (
     "moe_router_num_groups moe_router_group_topk seq_length vocab_size"
 )
 _POSITIVE = (
-    "layernorm_epsilon rotary_base rope_scaling_factor seq_len_interpolation_factor softmax_scale"
+    "layernorm_epsilon rotary_base rope_scaling_factor seq_len_interpolation_factor softmax_scale "
+    "moe_expert_capacity_factor"
 )
-_NUMBERS = "moe_router_topk_scaling_factor moe_expert_capacity_factor moe_z_loss_coeff"
+_NUMBERS = "moe_router_topk_scaling_factor moe_z_loss_coeff"
 _SWITCHES = (
     "layernorm_zero_centered_gamma qk_layernorm gated_linear_unit add_bias_linear add_qkv_bias "
     "rotary_interleaved fp32_residual_connection apply_residual_connection_post_layernorm "
@@ -73,6 +74,10 @@ def _rules() -> dict[str, Rule]:
         lambda v: _is_count(v) and v <= MOST_LAYERS,
         f"a whole number from 1 to {MOST_LAYERS}",
     )
+    rules["microbatch_group_size_per_vp_stage"] = (
+        lambda v: _is_count(v) and v <= MOST_LAYERS,
+        f"a whole number from 1 to {MOST_LAYERS}",
+    )
     rules["rotary_percent"] = (lambda v: _is_number(v) and 0 < v <= 1, "a number above 0, up to 1")
     rules["moe_aux_loss_coeff"] = (_is_coefficient, "a number, or a list of them")
     return rules
@@ -97,6 +102,15 @@ def wrong_values(fields: Mapping[str, Any]) -> list[str]:
         if fields.get(name) is not None and not fits(fields[name])
     ]
     return wrong or list(_contradictions(fields))
+
+
+def possible_values(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """``fields`` without those that have a value they cannot have."""
+    return {
+        name: value
+        for name, value in fields.items()
+        if value is None or name not in RULES or RULES[name][0](value)
+    }
 
 
 def _told(name: str, value: Any, expected: str) -> str:

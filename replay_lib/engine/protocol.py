@@ -7,10 +7,10 @@ not finite travel as the strings "NaN", "Infinity" and "-Infinity", so every lin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from replay_lib.errors import PatchError
 from replay_lib.patch import LOSS_ONLY_SEAMS, Seam
@@ -169,6 +169,17 @@ class Outcome(Frozen):
     seconds: float
 
 
+def json_value(value: Any) -> Any:
+    """``value`` as strict JSON can hold it: dates, bytes, sets and NaN of YAML become text."""
+    if isinstance(value, Mapping):
+        return {str(key): json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(item) for item in value]
+    plain = value is None or isinstance(value, bool | int | str)
+    finite = isinstance(value, float) and math.isfinite(value)
+    return value if plain or finite else str(value)
+
+
 class Difference(Frozen):
     """A field of the saved model that the replay's model has otherwise, or that two files dispute.
 
@@ -186,6 +197,11 @@ class Difference(Frozen):
     effective: Any
     meaning: Literal["changes the step", "does not", "unknown"]
     reason: str
+
+    @field_validator("saved", "effective", mode="before")
+    @classmethod
+    def _as_json(cls, value: Any) -> Any:
+        return json_value(value)
 
     @property
     def matters(self) -> bool:

@@ -97,7 +97,7 @@ def rollout(number: float) -> Change:
 
 CONTENT: dict[str, Change] = {
     "norm-missing": lambda c: mutate.norms(c, None, 2.0),
-    "norm-not-finite": lambda c: mutate.norms(c, NAN, 2.0),
+    "norm-not-finite": lambda c: mutate.norms(c, -3.0, 2.0),
     "median-undefined": lambda c: mutate.norms(c, 8.0, 0.0),
     "norm-below-detector": lambda c: mutate.norms(c, 2.0, 2.0),
     "column-absent": lambda c: mutate.column_absent(c, "ref_logprobs"),
@@ -261,6 +261,43 @@ def test_what_the_run_used_and_no_engine_here_models(
     written: Callable[[Content], Examined],
 ) -> None:
     assert found(written(worker(**settings)(content)), "run-unsupported") == [told]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_layers": 10**8},
+        {"moe_expert_capacity_factor": NAN},
+        {"moe_expert_capacity_factor": -1.0},
+        {"microbatch_group_size_per_vp_stage": 10**9},
+        {"moe_router_topk": "2"},
+    ],
+)
+def test_what_cannot_be_is_told_and_nothing_is_computed_with_it(
+    fields: dict[str, Any], content: Content, written: Callable[[Content], Examined]
+) -> None:
+    examined = written(model(**fields)(content))
+    assert len(found(examined, "model-value")) == 1
+    assert "capacity-drops" not in examined.codes
+
+
+def test_a_parameter_of_whole_numbers_is_found(
+    content: Content, written: Callable[[Content], Examined]
+) -> None:
+    whole = {"output_layer.weight": torch.ones(128, 64, dtype=torch.int64)}
+    examined = written(mutate.with_tensors(content, whole))
+    assert found(examined, "weights-shape") == ["output_layer.weight is int64, no floating point"]
+
+
+def test_ranks_that_no_run_has_are_told_at_once(copy: Path) -> None:
+    path = copy / "megatron_worker_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps(settings | {"dp_size": 5000}))
+    told = found(examine(copy), "file-incomplete")
+    assert len(told) == 21 and "no batches of 4978 more ranks, up to 4999 of 5000" in told
+    path.write_text(json.dumps(settings | {"dp_size": 10**12}))
+    (refused,) = found(examine(copy), "file-broken")
+    assert "dp_size: found 1000000000000 ranks (tp x pp x cp x dp), expected no more" in refused
 
 
 def test_the_good_snapshot_has_one_note(copy: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import json
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from replay_lib.snapshot.run_config import model_fields, read_model_fields
 
 ROOT = Path(__file__).parents[2]
 PLAIN = ROOT / "spike_cases/axrl-plain-step85/snapshot/iter_0000085"
+VPP = "microbatch_group_size_per_vp_stage"
 BRIDGE = ROOT / "tests/data/snap/run_config_bridge_0.6.2.yaml"
 
 
@@ -70,6 +73,9 @@ def test_nothing_is_refused_of_what_trainers_write(snapshot: Snapshot) -> None:
         ("moe_router_enable_expert_bias", True, "expected scores by sigmoid"),
         ("moe_router_num_groups", 3, "found 3 with moe_router_group_topk None"),
         ("moe_aux_loss_coeff", "a", "found 'a', expected a number, or a list of them"),
+        ("moe_expert_capacity_factor", -1.0, "found -1.0, expected a number above 0"),
+        ("moe_expert_capacity_factor", float("nan"), "found nan, expected a number above 0"),
+        ("microbatch_group_size_per_vp_stage", 10**9, "expected a whole number from 1 to 10000"),
         ("seq_length", [1], "found [1], expected a whole number above 0"),
     ],
 )
@@ -122,6 +128,18 @@ def test_torchs_private_name_of_an_activation_is_the_same_one(
     assert refusals(snapshot, fields | {"activation_func": "torch._C._nn.gelu"}).all == ()
 
 
+@pytest.mark.parametrize(
+    "value",
+    [float("nan"), -float("inf"), b"\xff\xfe", datetime.date(2020, 1, 1), {1}, {"a": (1, b"x")}],
+)
+def test_what_yaml_has_and_json_has_not_is_told_as_text(
+    snapshot: Snapshot, fields: dict[str, Any], value: Any
+) -> None:
+    (one,) = (d for d in planned_differences(snapshot, fields | {"trick": value}) if d.matters)
+    json.dumps(one.model_dump(mode="json"), allow_nan=False)
+    assert one.field == "trick"
+
+
 def test_a_field_of_weight_that_is_absent_is_noted(
     snapshot: Snapshot, fields: dict[str, Any]
 ) -> None:
@@ -157,4 +175,4 @@ def test_every_field_that_changes_the_step_is_taken_over_or_refused() -> None:
     known = {*TAKEN, *GPT_FIELDS, *NEUTRAL, *OWN_SETTINGS, *settled}
     changing = {n for entry in TABLE if entry.meaning == "changes the step" for n in entry.names}
     assert changing - known == set()
-    assert set(RULES) - {*known, "seq_length", "vocab_size"} == set()
+    assert set(RULES) - {*known, "seq_length", "vocab_size", VPP} == set()
