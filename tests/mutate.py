@@ -362,3 +362,12 @@ def broken_tree(content: Content, **fields: Any) -> Content:
     assert merged is not None and merged.tree is not None
     rows[first] = dataclasses.replace(merged, tree={**merged.tree, **fields})
     return with_batch(content, 0, merge_info=tuple(rows))
+
+
+def shorter_path_routes(content: Content, fewer: int = 1) -> Content:
+    """Each path of each merged row of data-parallel rank 0 has ``fewer`` routes."""
+    rows = [
+        row and dataclasses.replace(row, path_routes=tuple(r[:-fewer] for r in row.path_routes))
+        for row in content.batches[0].merge_info or ()
+    ]
+    return with_batch(content, 0, merge_info=tuple(rows))

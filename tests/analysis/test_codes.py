@@ -229,6 +229,12 @@ def test_an_inconsistent_tree_is_found_with_its_row(
     assert (one.file, one.dp_rank) == ("batch_rank0.pt", 0) and one.row is not None
 
 
+def test_routes_of_a_path_are_counted(written: Callable[[Content], Examined]) -> None:
+    assert found(examine(MERGED), "route-count") == []
+    changed = mutate.shorter_path_routes(read_content(open_snapshot(MERGED)))
+    assert found(written(changed), "route-count")[0] == "path 0: 2 routes for 4 tokens, not 3"
+
+
 def test_a_case_whose_files_are_not_those_that_were_sealed(tmp_path: Path) -> None:
     case = Path(shutil.copytree(ROOT / "spike_cases/zoo-natural", tmp_path / "case"))
     sealed = examine_case(case)
