@@ -132,7 +132,8 @@ def load(request: OpenRequest, comm: Comm, watch: Stopwatch) -> tuple[Loaded, Se
     check_rows_option(request.rows, list(batches.values()), snapshot.path)
     splits = _splits(snapshot, [batches[r] for r in sorted(batches)], fields)
     watch.lap("snapshot")
-    _check_memory(index, config, snapshot, layout, comm.device)
+    tokens = max(sum(batch.lengths()) for batch in batches.values())
+    _check_memory(index, config, snapshot, layout, comm.device, most=tokens)
     comm = replace(comm, groups=init_groups(layout))
     replay = snapshot.worker.enable_routing_replay and any(config.moe_layers)
     with _refused_by_megatron(snapshot):
@@ -257,8 +258,15 @@ def _splits(
 
 
 def _check_memory(
-    index: Metadata, config: ModelConfig, snapshot: Snapshot, layout: Layout, device: torch.device
+    index: Metadata,
+    config: ModelConfig,
+    snapshot: Snapshot,
+    layout: Layout,
+    device: torch.device,
+    *,
+    most: int,
 ) -> None:
+    """``most``: tokens of the largest rank; no micro-batch has more, whatever its limit is."""
     sizes = {
         key: entry.size.numel()
         for key, entry in index.state_dict_metadata.items()
@@ -269,7 +277,7 @@ def _check_memory(
         Parameters(dense=sum(sizes.values()) - experts, experts=experts),
         layout,
         bytes_each=getattr(torch, config.dtype).itemsize,
-        tokens=snapshot.worker.train_micro_batch_size * max(snapshot.worker.seq_length, 1),
+        tokens=min(most, snapshot.worker.train_micro_batch_size * snapshot.worker.seq_length),
         vocab=vocab_rows(index, snapshot.path),
         layers=int(config.transformer["num_layers"]),
         hidden=int(config.transformer["hidden_size"]),
