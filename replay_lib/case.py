@@ -15,7 +15,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from replay_lib import layout
-from replay_lib.digests import check_digests
+from replay_lib.digests import check_digests, joint_digest
 from replay_lib.engine.protocol import Experiment
 from replay_lib.errors import CaseError, fault, number_hint
 from replay_lib.rule import RECORDING_REDUCTION, TARGET_RATIO, Verdict
@@ -217,6 +217,14 @@ class Case(_Strict):
             )
         if self.file is not None:
             check_digests(self.file, [self.snapshot, *filter(None, [self.quiet])], self.sha256)
+
+    def digest(self) -> str:
+        """sha256 of what is replayed: the files of its snapshots, not ``case.yaml``.
+
+        Sealing a case or moving it does not change it. Files of a case that is not sealed are read.
+        """
+        roles = {"snapshot": self.snapshot} | ({} if self.quiet is None else {"quiet": self.quiet})
+        return joint_digest(self.file, roles, self.sha256)
 
     def tolerance_for(self, fidelity: str, dtypes: set[str]) -> Bound:
         """Allowed relative distance of a baseline from the recorded norm.

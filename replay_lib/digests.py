@@ -81,6 +81,26 @@ def broken_seals(
     return wrong
 
 
+def joint_digest(
+    case_file: Path | None, directories: Mapping[str, Path], stated: Mapping[str, str]
+) -> str:
+    """One sha256 for all files of ``directories``, which are keyed by their role in a case.
+
+    It depends on the files' content, their paths inside their directory and the roles. A digest
+    that ``stated`` has (by path relative to ``case_file``'s directory) is taken as it is; any other
+    file is read, once a process.
+    """
+    known = (
+        {} if case_file is None else {_place(case_file.parent / n): d for n, d in stated.items()}
+    )
+    lines = [
+        f"{known.get(_place(file)) or digest_of(file)} {role}/{file.relative_to(directory)}"
+        for role, directory in sorted(directories.items())
+        for file in _files(directory)
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
 def _files(directory: Path) -> list[Path]:
     return sorted(file for file in directory.rglob("*") if file.is_file())
 

@@ -30,7 +30,7 @@ MEANINGS: dict[ExitCode, str] = {
     ExitCode.GREEN: "every verdict is as expected or better",
     ExitCode.RED: (
         "a verdict is worse than expected (where a case expects nothing: than pass), "
-        "or a quiet control is at fault"
+        "a quiet control is at fault, or a merged run is not green"
     ),
     ExitCode.USAGE: "the command was called with something it cannot take",
     ExitCode.INPUT: "a snapshot or a case cannot be used as it is",

@@ -24,6 +24,8 @@ COMMON = "common.pt"
 TRAIN_STATE = "train_state.pt"
 
 CASE_FILE = "case.yaml"
+RESULTS = "results.jsonl"
+BASELINES = "baselines"  # beside it: figures of earlier replays, one file an environment
 
 #: Files of a portable snapshot: this library's own layout, without a pickle.
 PORTABLE = "portable.json"  # read first: schema version, and the sha256 of every other file

@@ -22,31 +22,30 @@ from typing import Any, TypeVar
 
 import pytest
 
-from replay_lib.case import Case, discover
+from replay_lib.case import Case
 from replay_lib.engine.layout import AUTO
-from replay_lib.errors import CaseError, SpikeReplayError, UsageError, fault
-from replay_lib.expectations import check_expected
-from replay_lib.methods import load_methods
-from replay_lib.patch import Mitigation
+from replay_lib.errors import SpikeReplayError
+from replay_lib.pytest_cases import cases_of, check_named, methods_of, no_case, params_of
+from replay_lib.pytest_run import LINES, RunKeeper, ShardSelection, results_folder, shard_of
 from replay_lib.record.result import Result, SideEffect
+from replay_lib.record.shards import dearest_first
+from replay_lib.record.summary import summary_lines
 from replay_lib.run import BACKENDS, LEAST_REPEATS, NATIVE, ReplayOptions
 from replay_lib.suite import (
     NO_CASES,
     PROPERTY,
     Sessions,
     caseless_lines,
-    collect_results,
+    checked,
     missing_device,
     mitigation_labels,
-    summary_lines,
+    results_in,
 )
 
 Replay = Callable[..., Result]
 Quiet = Callable[[str], SideEffect]
-Known = tuple[list[Case], dict[str, Mitigation]]
 _T = TypeVar("_T")
 _DIST = "spike_replay_dist"
-_KNOWN = pytest.StashKey[Known]()
 
 _MARKERS = (
     "gpu: the replay runs on an NVIDIA device; skipped where there is none",
@@ -104,6 +103,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         f"[default: {LEAST_REPEATS}]",
     )
     group.addoption(
+        "--update-baselines",
+        action="store_true",
+        help="write the figures of this run as baselines; a run that writes any fails",
+    )
+    group.addoption(
+        "--spike-results",
+        metavar="DIR",
+        type=Path,
+        help="keep outcomes, results and a report in this folder (spike-replay merge reads it)",
+    )
+    group.addoption(
+        "--shard",
+        metavar="I/N",
+        help="run the I-th of N parts of the tests; a case is never split",
+    )
+    group.addoption(
         "--require-device",
         action="store_true",
         help="a test whose device is missing fails; without this it is skipped",
@@ -120,10 +135,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", marker)
     try:
         _options(config)
+        shard = shard_of(config)
         if config.getoption("--spike-cases") is not None:
-            _check_named(config)
+            check_named(config)
     except SpikeReplayError as error:
         raise pytest.UsageError(str(error)) from error
+    if shard is not None:
+        config.pluginmanager.register(ShardSelection(config, shard), "spike-replay-shard")
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(RunKeeper(config), "spike-replay-run")
     # plain -n asks for "load", which would spread one case over all workers and open it in each;
     # "loadgroup" is the same for tests that belong to no group
     if getattr(config.option, "dist", "no") == "load":
@@ -143,7 +163,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if _is_ours(metafunc, "case"):
         metafunc.parametrize("case", _case_params(metafunc.config), indirect=True, scope="session")
     if _is_ours(metafunc, "mitigation"):
-        labels = mitigation_labels(_methods(metafunc.config), _cases(metafunc.config))
+        labels = mitigation_labels(methods_of(metafunc.config), cases_of(metafunc.config))
         metafunc.parametrize("mitigation", labels, indirect=True)
 
 
@@ -159,22 +179,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in idle]
 
 
-def _params(item: pytest.Item) -> dict[str, Any]:
-    return dict(getattr(getattr(item, "callspec", None), "params", {}))
-
-
 def _lacks_quiet(item: pytest.Item) -> bool:
-    case = _params(item).get("case")
+    case = params_of(item).get("case")
     wants = "quiet" in getattr(item, "fixturenames", ())
     return wants and isinstance(case, Case) and case.quiet is None
 
 
 def _is_unstated(item: pytest.Item) -> bool:
-    params = _params(item)
+    params = params_of(item)
     case, label = params.get("case"), params.get("mitigation")
     if not isinstance(case, Case) or label is None:
         return False
-    return label not in case.expected and label not in _methods(item.config)
+    return label not in case.expected and label not in methods_of(item.config)
 
 
 @pytest.fixture(scope="session")
@@ -182,7 +198,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     """One recorded spike, its snapshot present."""
     found = request.param
     if found is NO_CASES:
-        text = _no_case(request.config)
+        text = no_case(request.config)
         if request.config.getoption("--require-cases"):
             pytest.fail(text, pytrace=False)
         pytest.skip(text)
@@ -221,7 +237,7 @@ def _options(config: pytest.Config) -> ReplayOptions:
 
 def _labels_of(case: Case, items: Sequence[pytest.Item]) -> list[str]:
     """The methods that tests of ``case`` in this run are parametrized with."""
-    params = [_params(item) for item in items]
+    params = [params_of(item) for item in items]
     labels = [p["mitigation"] for p in params if p.get("case") == case and "mitigation" in p]
     return list(dict.fromkeys(str(label) for label in labels))
 
@@ -236,10 +252,17 @@ def replay(request: pytest.FixtureRequest, case: Case, _spike_sessions: Sessions
             f"{case.name} / {mitigation}",
             lambda: _spike_sessions.replay(mitigation, against, device),
         )
+        result = _or_fail(case.name, lambda: _checked(request.config, case, result))
         request.node.user_properties.append((PROPERTY, result.model_dump_json()))
         return result
 
     return run
+
+
+def _checked(config: pytest.Config, case: Case, result: Result) -> Result:
+    writing = bool(config.getoption("--update-baselines"))
+    kept = results_folder(config) is not None
+    return checked(result, case, compare=not writing, digest=writing or kept)
 
 
 @pytest.fixture
@@ -267,8 +290,10 @@ def _or_fail(what: str, ask: Callable[[], _T]) -> _T:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     stats = terminalreporter.stats
-    lines = summary_lines(collect_results(stats))
-    lines += caseless_lines(stats, _no_case(terminalreporter.config))
+    reports = [report for found in stats.values() for report in found]
+    lines = summary_lines(results_in(reports))
+    lines += terminalreporter.config.stash.get(LINES, [])
+    lines += caseless_lines(stats, no_case(terminalreporter.config))
     if lines:
         terminalreporter.section("spike replay")
         for line in lines:
@@ -302,61 +327,12 @@ def _is_ours(metafunc: pytest.Metafunc, name: str) -> bool:
     return found is not None and found[-1].func.__module__ == __name__
 
 
-def _cases_dir(config: pytest.Config) -> Path:
-    return Path(config.getoption("--spike-cases") or config.rootpath / "spike_cases")
-
-
-def _no_case(config: pytest.Config) -> str:
-    """Why a test that asks for a case is skipped where there is none."""
-    return f"no case in {_cases_dir(config)}"
-
-
-def _cases(config: pytest.Config) -> list[Case]:
-    return _known(config)[0]
-
-
-def _methods(config: pytest.Config) -> dict[str, Mitigation]:
-    return _known(config)[1]
-
-
-def _known(config: pytest.Config) -> Known:
-    """Cases and methods, read once; a fault of theirs is one clear line and ends the run."""
-    if _KNOWN not in config.stash:
-        try:
-            config.stash[_KNOWN] = _read(config)
-        except SpikeReplayError as error:
-            raise pytest.UsageError(str(error)) from error
-    return config.stash[_KNOWN]
-
-
-def _check_named(config: pytest.Config) -> None:
-    """UsageError for an option --spike-cases without cases, or with broken ones.
-
-    Methods that a case expects something of are looked up later: they may lie beside the tests.
-    """
-    directory, what = _cases_dir(config), "a directory that holds cases, as DIR/NAME/case.yaml"
-    if not directory.is_dir():
-        raise UsageError(fault("--spike-cases", None, f"no directory {directory}", what))
-    try:
-        cases = discover(directory)
-    except CaseError as error:
-        raise UsageError(f"--spike-cases: {error}") from error
-    if not cases:
-        raise UsageError(fault("--spike-cases", None, f"none in {directory}", what))
-
-
-def _read(config: pytest.Config) -> Known:
-    directory = _cases_dir(config)
-    cases = discover(directory) if directory.is_dir() else []
-    methods = load_methods(config.getoption("--mitigations"))
-    for found in cases:
-        check_expected(found, methods)
-    return cases, methods
-
-
 def _case_params(config: pytest.Config) -> list[Any]:
+    # side by side the dearest should not be the last to start
+    spread = hasattr(config, "workerinput")
+    cases = dearest_first(cases_of(config)) if spread else cases_of(config)
     params = [
         pytest.param(found, id=found.name, marks=pytest.mark.xdist_group(found.name))
-        for found in _cases(config)
+        for found in cases
     ]
     return params or [pytest.param(NO_CASES, id="no-cases")]

@@ -1,4 +1,4 @@
-"""What the pytest plugin does, apart from pytest: sessions of a case, labels, the summary."""
+"""What the pytest plugin does, apart from pytest: sessions of a case, labels, results."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from replay_lib.engine.protocol import Experiment
 from replay_lib.errors import CaseError, EngineError, SpikeReplayError, fault
 from replay_lib.patch import Mitigation
 from replay_lib.quiet import REFUSALS
-from replay_lib.record.result import Result, SideEffect, quiet_faults
-from replay_lib.record.table import plain_tables
+from replay_lib.record.baselines import file_of, read_document
+from replay_lib.record.drift import compared, environment_of
+from replay_lib.record.result import Result, SideEffect
+from replay_lib.record.summary import in_order
 from replay_lib.run import OpenCase, ReplayOptions, parse_experiments
 
 PROPERTY = "spike_replay_result"
@@ -130,17 +132,30 @@ def mitigation_labels(methods: Mapping[str, Mitigation], cases: Sequence[Case]) 
     return [*methods, *sorted(stated - set(methods) - {"baseline"})]
 
 
-def collect_results(stats: Mapping[str, Iterable[Any]]) -> list[Result]:
+def checked(result: Result, case: Case, *, compare: bool, digest: bool) -> Result:
+    """``result`` with its case's digest, and beside its baseline where ``compare`` is set.
+
+    The files of a case that is not sealed are read for its digest only where there is something to
+    compare, or where ``digest`` asks for it.
+    """
+    if case.file is None:
+        return result
+    document = read_document(file_of(case.file, environment_of(result))) if compare else None
+    known = case.digest() if digest or document is not None or case.sha256 else ""
+    if not compare:
+        return result.model_copy(update={"case_digest": known})
+    return compared(result, document, known)
+
+
+def results_in(reports: Iterable[Any]) -> list[Result]:
     """Results in the reports of a run; they travel with the reports, also from xdist workers."""
-    found: dict[str, Result] = {}
-    for reports in stats.values():
-        for report in reports:
-            if getattr(report, "when", None) != "call":
-                continue
-            for name, value in report.user_properties:
-                if name == PROPERTY:
-                    found[f"{report.nodeid} {len(found)}"] = Result.model_validate_json(value)
-    return sorted(found.values(), key=lambda r: (r.case, r.device, not r.is_baseline, r.experiment))
+    return in_order(
+        Result.model_validate_json(value)
+        for report in reports
+        if getattr(report, "when", None) == "call"
+        for name, value in report.user_properties
+        if name == PROPERTY
+    )
 
 
 def caseless_lines(stats: Mapping[str, Iterable[Any]], reason: str) -> list[str]:
@@ -154,12 +169,3 @@ def caseless_lines(stats: Mapping[str, Iterable[Any]], reason: str) -> list[str]
         f"{reason}: {count} {what} skipped. Name a directory of cases with --spike-cases=DIR; "
         "--require-cases makes this an error"
     ]
-
-
-def summary_lines(results: Sequence[Result]) -> list[str]:
-    """The tables of verdicts, faults of quiet controls, what is better or worse than expected."""
-    if not results:
-        return []
-    lines = plain_tables(results).splitlines()
-    lines += quiet_faults(results)
-    return lines + [r.explain() for r in results if r.comparison != "as expected"]

@@ -35,7 +35,7 @@ ROOMS = [
     "pin expectations guard",
     "zoo",
     "demo listing suite",
-    "cli pytest_plugin",
+    "cli pytest_cases pytest_run pytest_plugin",
 ]
 
 

@@ -29,13 +29,8 @@ from replay_lib.cli.arguments import (
 from replay_lib.cli.arguments import as_path as _path
 from replay_lib.cli.doctor import doctor
 from replay_lib.cli.guard import guard
-from replay_lib.cli.output import (
-    key_value_table,
-    print_error,
-    print_json,
-    progress,
-    stdout,
-)
+from replay_lib.cli.merge import merge
+from replay_lib.cli.output import key_value_table, print_error, print_json, progress, stdout
 from replay_lib.cli.pin import pin
 from replay_lib.cli.porting import export, import_
 from replay_lib.cli.views import methods_table, print_replayed, replayed_document, snapshot_values
@@ -68,7 +63,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(zoo, name="zoo")
-for command in (doctor, pin, guard):
+for command in (doctor, pin, guard, merge):
     app.command()(command)
 app.command("export")(export)
 app.command("import")(import_)

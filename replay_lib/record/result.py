@@ -124,6 +124,21 @@ def _cosine(value: float | None) -> str:
     return "not known" if value is None else f"{value:.3f}"
 
 
+class BaselineCheck(Frozen):
+    """A result beside the figures that are kept for its case, method and ``environment``.
+
+    ``kept``: there are some, within the noise; ``drifted``: ``drift`` has one line a figure that
+    is not. Else nothing was compared: ``no document`` for this environment, one of ``another
+    case`` (its files were others then), or ``no entry`` for this method. ``verdict_before`` is the
+    one that came with the figures.
+    """
+
+    environment: str
+    state: Literal["kept", "drifted", "no document", "another case", "no entry"]
+    drift: tuple[str, ...] = ()
+    verdict_before: Verdict | None = None
+
+
 class Result(Frozen):
     """One experiment of one case, judged.
 
@@ -137,7 +152,9 @@ class Result(Frozen):
     both treatments where they may differ, the one whose verdict counted first. ``seconds`` is the
     replay's own time. ``repeats`` is how often the session replayed the baseline, and
     ``repeat_spread`` (largest - smallest) / median of those norms (both None in results of older
-    versions). ``differences`` are those between the model that ran and the replayed one that may
+    versions). ``case_digest`` tells which files were replayed (empty where nobody asked), and
+    ``baseline`` how the figures compare with those kept of earlier replays (None: not compared).
+    ``differences`` are those between the model that ran and the replayed one that may
     change the step.
     """
 
@@ -188,6 +205,8 @@ class Result(Frozen):
     differences: tuple[Difference, ...] = ()
     trainer: str = "grpo"
     backend: str = "native"
+    case_digest: str = ""
+    baseline: BaselineCheck | None = None
     timestamp: str
 
     @property
@@ -209,8 +228,13 @@ class Result(Frozen):
 
     @property
     def red(self) -> bool:
-        """Worse than wanted: what fails a test and a command."""
-        return self.comparison == "worse"
+        """Worse than wanted, or away from its baseline: what fails a test and a command."""
+        return self.comparison == "worse" or bool(self.drift)
+
+    @property
+    def drift(self) -> tuple[str, ...]:
+        """Figures that left their baseline by more than noise, one line each."""
+        return self.baseline.drift if self.baseline else ()
 
     @property
     def quiet_fault(self) -> str | None:
@@ -254,9 +278,9 @@ class Result(Frozen):
             line += f"; cosine to the unpatched gradient {self.cosine:.3f}"
             if self.cosine_carried is not None:
                 line += f" ({self.cosine_carried:.3f} with carried old log-probabilities)"
-        if self.comparison == "as expected":
-            return line
-        return f"{line} ({self.comparison} than expected: {self.wanted})"
+        if self.comparison != "as expected":
+            line += f" ({self.comparison} than expected: {self.wanted})"
+        return "; ".join([line, *self.drift])
 
     def as_json(self) -> dict[str, Any]:
         """Plain data of strict JSON, keys in the order of the schema, then what follows from it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,26 @@ def append_results(path: str | Path, results: Sequence[Result]) -> None:
     Raises UsageError where ``path`` is no regular file, ends in a torn line, is locked by another
     writer for a minute, or cannot be written.
     """
+    append_lines(path, _plain(results))
+
+
+def append_lines(path: str | Path, documents: Iterable[Mapping[str, Any]]) -> None:
+    """Add each of ``documents`` as a line of JSON; errors as in :func:`append_results`."""
     file = Path(path)
     with _locked(file):
-        replace_file(file, _present(file) + _lines(results))
+        replace_file(file, _present(file) + _lines(documents))
 
 
 def write_results(path: str | Path, results: Sequence[Result]) -> None:
     """Put ``results`` in place of whatever ``path`` held; UsageError where that is impossible."""
+    write_lines(path, _plain(results))
+
+
+def write_lines(path: str | Path, documents: Iterable[Mapping[str, Any]]) -> None:
+    """Put ``documents`` in place of whatever ``path`` held; errors as in :func:`write_results`."""
     file = Path(path)
     with _locked(file):
-        replace_file(file, _lines(results))
+        replace_file(file, _lines(documents))
 
 
 def check_results_file(path: str | Path, *, append: bool = True) -> None:
@@ -67,8 +77,12 @@ def _present(file: Path) -> bytes:
     return content
 
 
-def _lines(results: Sequence[Result]) -> bytes:
-    text = "".join(json.dumps(r.as_json(), allow_nan=False) + "\n" for r in results)
+def _plain(results: Sequence[Result]) -> list[dict[str, Any]]:
+    return [result.as_json() for result in results]
+
+
+def _lines(documents: Iterable[Mapping[str, Any]]) -> bytes:
+    text = "".join(json.dumps(one, allow_nan=False) + "\n" for one in documents)
     return text.encode("utf-8")
 
 

@@ -1,0 +1,105 @@
+"""A result beside its baseline: is it the same up to noise, and if not, by how much and which way.
+
+The bound is the noise band of the dtype and the device (:mod:`replay_lib.noise`, where each entry
+has its reason) or the spread of this session's baselines, whichever is larger. How far the baseline
+is from the recorded norm is left out, unlike in a verdict's band: a baseline that moved would widen
+the band that it is measured by.
+"""
+
+from __future__ import annotations
+
+import math
+
+from replay_lib.noise import device_kind, noise_of
+from replay_lib.record.baselines import Document, Figures
+from replay_lib.record.environment import Environment
+from replay_lib.record.result import BaselineCheck, Result
+
+FIGURES = {
+    "norm": "the norm",
+    "carried": "the norm with carried old log-probabilities",
+    "quiet": "the quiet control's norm",
+    "quiet_carried": "the quiet control's norm with carried old log-probabilities",
+}
+
+
+def environment_of(result: Result) -> Environment:
+    """Where ``result`` was got."""
+    return Environment.of(result.device, result.dtype, result.versions)
+
+
+def figures_of(result: Result) -> Figures:
+    """What a baseline keeps of ``result``."""
+    effect = result.side_effect
+    return Figures(
+        norm=result.grad_norm_preclip,
+        carried=next((o.grad_norm_preclip for o in result.old if o.old == "carried"), None),
+        quiet=effect.quiet_norm if effect else None,
+        quiet_carried=effect.quiet_norm_carried if effect else None,
+        ratio=result.ratio,
+        verdict=result.verdict,
+    )
+
+
+def signed_difference(now: float, before: float) -> float:
+    """(now - before) / |before|; 0 for equal figures, NaN where nothing can be said.
+
+    Two figures that are the same sort of non-finite are equal: both NaN, or the same infinity.
+    """
+    if now == before or (math.isnan(now) and math.isnan(before)):
+        return 0.0
+    if not (math.isfinite(now) and math.isfinite(before)) or before == 0:
+        return math.nan
+    return (now - before) / abs(before)
+
+
+def allowed(result: Result) -> tuple[float, str]:
+    """How far a figure of ``result`` may lie from its baseline, relative, and what says so."""
+    noise = noise_of(result.dtype, result.device).relative
+    spread = 0.0 if result.repeat_spread is None else result.repeat_spread
+    if spread > noise:
+        return spread, "the spread of this session's baselines"
+    return noise, f"the noise of {result.dtype} on {device_kind(result.device)}"
+
+
+def drift_of(now: Figures, before: Figures, bound: float, why: str) -> tuple[str, ...]:
+    """One line a figure of ``before`` that ``now`` has not within ``bound``, relative."""
+    lines = []
+    for field, name in FIGURES.items():
+        new, old = getattr(now, field), getattr(before, field)
+        if old is None:
+            continue
+        if new is None:
+            lines.append(f"{name} is not measured, its baseline is {old:.7g}")
+            continue
+        off = signed_difference(new, old)
+        if not abs(off) <= bound:
+            told = f"{off:+.2g}, {bound:.2g} is {why}" if math.isfinite(off) else "not comparable"
+            lines.append(f"{name} is {new:.7g}, its baseline {old:.7g} ({told})")
+    return tuple(lines)
+
+
+def compared(result: Result, document: Document | None, case_digest: str) -> Result:
+    """``result`` with what its baseline says; ``case_digest`` is that of the replayed files."""
+    environment = environment_of(result).slug
+    check = BaselineCheck(environment=environment, state="no document")
+    if document is not None:
+        check = _check(result, document, case_digest, environment)
+    return result.model_copy(update={"case_digest": case_digest, "baseline": check})
+
+
+def _check(result: Result, document: Document, case_digest: str, environment: str) -> BaselineCheck:
+    if document.case_digest != case_digest:
+        return BaselineCheck(environment=environment, state="another case")
+    entry = document.methods.get(result.experiment)
+    if entry is None:
+        return BaselineCheck(environment=environment, state="no entry")
+    drift = drift_of(figures_of(result), entry, *allowed(result))
+    if document.deterministic and not result.deterministic:
+        drift += ("replays do not repeat bit for bit, those of its baseline did",)
+    return BaselineCheck(
+        environment=environment,
+        state="drifted" if drift else "kept",
+        drift=drift,
+        verdict_before=entry.verdict,
+    )
