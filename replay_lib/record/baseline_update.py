@@ -165,8 +165,13 @@ def _update(
         methods=change.methods,
     )
     replace_file(file, rendered(document).encode("utf-8"))
-    new = [f"{len(change.new)} new: {', '.join(change.new)}"] if change.new else []
-    return Updated((file,), (f"wrote {file}", *new, *change.lines, *left))
+    return Updated((file,), (f"wrote {file}", *_new(change.new), *change.lines, *left))
+
+
+def _new(names: Sequence[str]) -> list[str]:
+    """One line; of many names the first ones."""
+    shown = [*names[:6], f"{len(names) - 6} more"] if len(names) > 7 else names
+    return [f"{len(names)} new: {', '.join(shown)}"] if names else []
 
 
 def _usable(result: Result, known: Collection[str]) -> bool:
