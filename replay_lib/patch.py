@@ -33,6 +33,7 @@ class Seam(enum.StrEnum):
     MODEL = "model"
     ROWS = "rows"
     ROUTING = "routing"
+    ROUTER = "router"
     BATCH = "batch"
     SETTINGS = "settings"
     TOKEN_WEIGHTS = "token_weights"
@@ -87,6 +88,18 @@ def routing_patch(apply: Callable[[Tensor, RankBatch], Tensor]) -> Patch:
     forced for this token in this MoE layer, L counting MoE layers only) and returns the next one.
     """
     return Patch(Seam.ROUTING, apply)
+
+
+def router_patch(apply: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Patch:
+    """Choose where saved routes are forced by what the router says, while the model runs.
+
+    ``apply(replayed_N, own_N, saved_N)`` is called for each MoE layer and micro-batch with its N
+    packed tokens: where saved experts are forced (bool, after all routing patches), and the summed
+    scores (float32) of the experts that the model would choose and of the saved ones. Scores are
+    what the router ranks experts by, as probabilities over all experts (softmax), or as it has them
+    (sigmoid, with its expert bias). It returns the next bool tensor ``[N]`` and may only release.
+    """
+    return Patch(Seam.ROUTER, apply)
 
 
 def batch_patch(apply: Callable[[RankBatch], RankBatch]) -> Patch:

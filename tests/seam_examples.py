@@ -5,6 +5,7 @@ from __future__ import annotations
 from replay_lib.patch import (
     batch_patch,
     model_patch,
+    router_patch,
     routing_patch,
     settings_patch,
     token_weights_patch,
@@ -27,6 +28,11 @@ def scaled_topk(factor=2.5):
 def even_rows_replay():
     """Routing: only rows with an even index keep their saved routes."""
     return routing_patch(lambda mask, batch: mask & (batch.index % 2 == 0)[:, None, None])
+
+
+def half_sure_replay(margin=0.1):
+    """Router: saved experts are forced where they score nearly as the model's own."""
+    return router_patch(lambda mask, own, saved: mask & (own - saved <= margin))
 
 
 def smaller_advantage(factor=0.25):

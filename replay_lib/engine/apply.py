@@ -1,9 +1,9 @@
 """Apply the patches of one experiment, seam by seam, and count what they touched.
 
-Seams act in the order weights, model fields, rows, routing, batch, settings, token weights; inside
-a seam in the order written. Every seam is a pure function here except the first two, which change
-the live model inside a ``with`` block that puts everything back. A patch gets copies: one that
-writes into what it was given changes its own experiment and no other.
+Seams act in the order weights, model fields, rows, routing, router, batch, settings, token weights;
+inside a seam in the order written. Every seam is a pure function here except the first two, which
+change the live model inside a ``with`` block that puts everything back. A patch gets copies: one
+that writes into what it was given changes its own experiment and no other.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FIELD_VALUES: dict[str, tuple[Any, ...]] = {
 class Patched:
     """What an experiment replays, after its patches. ``touched`` counts changes by seam.
 
-    Counts of rows, routing, batch and settings are known here; weights, model fields and token
+    Counts of rows, routing, batch and settings are known here; weights, fields, router and token
     weights add theirs while the model runs. ``rows`` says how merged rows go through the model.
     ``methods`` names the mitigations that act at each seam, for errors.
     """
@@ -66,6 +66,7 @@ class Patched:
     weights: tuple[Patch, ...]
     model: tuple[Patch, ...]
     token_weights: tuple[Patch, ...]
+    router: tuple[Patch, ...] = ()
     touched: dict[Seam, int]
     rows: str = "merged"
     methods: Mapping[Seam, str] = field(default_factory=dict)
@@ -103,6 +104,7 @@ def apply_patches(
         weights=by_seam[Seam.WEIGHTS],
         model=by_seam[Seam.MODEL],
         token_weights=by_seam[Seam.TOKEN_WEIGHTS],
+        router=by_seam[Seam.ROUTER],
         touched=touched,
         rows=packed_as,
     )

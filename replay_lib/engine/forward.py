@@ -14,7 +14,7 @@ from torch import Tensor
 from replay_lib.engine.attention import Rows
 from replay_lib.engine.inputs import MicroBatch
 from replay_lib.engine.model import LiveModel
-from replay_lib.engine.routes import PackedRoutes, replaying
+from replay_lib.engine.routes import PackedRoutes, Release, replaying
 from replay_lib.engine.stages import Stage, receive_activation, send_activation, share_values
 from replay_lib.engine.vocab import split_log_prob_and_entropy
 from replay_lib.loss import GrpoSettings
@@ -46,16 +46,21 @@ class Forward:
 
 
 def forward(
-    model: LiveModel, micro: MicroBatch, routes: PackedRoutes | None, settings: GrpoSettings
+    model: LiveModel,
+    micro: MicroBatch,
+    routes: PackedRoutes | None,
+    settings: GrpoSettings,
+    release: Release | None = None,
 ) -> Forward:
-    """Run ``micro`` with ``routes`` forced (None: the model routes itself).
+    """Run ``micro`` with ``routes`` forced (None: the model routes itself), but where ``release``
+    lets them go.
 
     The entropy is computed only where ``settings`` use it, as the trainer does; else it is zero.
     All ranks that share a model or its tokens call this together.
     """
     groups = model.groups
     entry = receive_activation(model, micro.size)
-    with replaying(model, routes), _placed(model, micro):
+    with replaying(model, routes, release), _placed(model, micro):
         out = model.module(
             input_ids=micro.tokens,
             position_ids=None,

@@ -50,8 +50,10 @@ def _differs(seam: Seam, before: Any, after: Any, beside: Sequence[Any]) -> bool
         return any(not _equal(getattr(before, name), getattr(after, name)) for name in names)
     if not isinstance(before, Tensor):
         return bool(before != after)
-    (rows, *_) = beside
-    read = rows.attention_mask[..., None] if seam is Seam.ROUTING else rows.loss_mask
+    read: Tensor | bool = True  # a router patch is given real tokens alone
+    if seam is not Seam.ROUTER:
+        rows = beside[0]
+        read = rows.attention_mask[..., None] if seam is Seam.ROUTING else rows.loss_mask
     return before.shape != after.shape or bool(((before != after) & read).any())
 
 

@@ -320,7 +320,10 @@ def packed_routes(rank: RankInput, forced_BTL: Tensor | None, micro: MicroBatch)
     if micro.experts is None or forced_BTL is None or not bool(forced_BTL.any()):
         return None
     values = _packed_forced(rank, forced_BTL[list(micro.rows)], micro)
+    real = _packed_real(rank, micro).unsqueeze(1)
+    every = real.expand(-1, values.shape[1])  # cut as values are
     return PackedRoutes(
+        real=micro.part.routed(every)[:, 0].to(micro.tokens.device),
         experts=micro.experts,
         forced=micro.part.routed(values).permute(1, 0).contiguous().to(micro.tokens.device),
     )
@@ -337,6 +340,15 @@ def _packed_forced(rank: RankInput, forced_BTL: Tensor, micro: MicroBatch) -> Te
     tail = _tail(forced)
     forced.values[tail:] = forced.values[:tail].all(dim=0)
     return forced.values
+
+
+def _packed_real(rank: RankInput, micro: MicroBatch) -> Tensor:
+    """bool ``[N]``: packed tokens that are no padding."""
+    if micro.origin is not None:
+        return micro.origin != PADDING
+    mask = rank.batch.attention_mask[list(micro.rows)]
+    packed = pack(mask, mask, align=micro.part.align)
+    return torch.arange(len(packed.values)) < _tail(packed)
 
 
 def _packed_experts(

@@ -33,6 +33,7 @@ from replay_lib.engine.gradients import (
 )
 from replay_lib.engine.inputs import MicroBatch, RankInput, packed_routes
 from replay_lib.engine.model import LiveModel
+from replay_lib.engine.routes import Release, released
 from replay_lib.engine.signals import Signals, first_nonfinite, loss_note
 from replay_lib.engine.weights import Slice
 from replay_lib.errors import PatchError
@@ -175,7 +176,8 @@ def _one_micro_batch(loaded: Loaded, micro: MicroBatch, variants: Sequence[Varia
     routes = None
     if not micro.idle:
         routes = packed_routes(loaded.ranks[micro.rank], first.forced[micro.rank], micro)
-    out = forward(loaded.model, micro, routes, first.settings)
+    release = _release(loaded, variants) if first.router else None
+    out = forward(loaded.model, micro, routes, first.settings, release)
     shared: Shared = {}
     with auxiliary_losses(0.0 if micro.idle else loaded.auxiliary):
         for number, variant in enumerate(variants):
@@ -183,6 +185,27 @@ def _one_micro_batch(loaded: Loaded, micro: MicroBatch, variants: Sequence[Varia
             loaded.collector.current = variant.buffers
             backward(loaded.model, micro, out, grads, keep=number + 1 < len(variants))
     loaded.collector.current = None
+
+
+def _release(loaded: Loaded, variants: Sequence[Variant]) -> Release:
+    """The router patches as one function; what they release is counted for every variant.
+
+    An error leaves the mask as it was, and ends the experiment as one of the loss does.
+    """
+    report = variants[0].report
+
+    def release(replayed_N: Tensor, own_N: Tensor, saved_N: Tensor) -> Tensor:
+        with reporting(report):
+            left = released(variants[0].patched.router, replayed_N, own_N, saved_N)
+            count = int((replayed_N & ~left).sum())
+            for variant in variants:
+                variant.touched[Seam.ROUTER] += count
+            return left
+        if loaded.comm.world == 1:
+            agree(loaded.comm, [report])
+        return replayed_N
+
+    return release
 
 
 def _gradients_or_zeros(
@@ -297,10 +320,10 @@ def _finish(loaded: Loaded, variant: Variant, unpatched: Unpatched | None) -> Re
 
 def _own_share(comm: Comm, seam: Seam, count: int) -> float:
     """What this rank adds to a count: model fields and settings are the same on every rank, and
-    batches on those that share them; of weights each rank has counted its own."""
+    batches on those that share them; of weights and routed tokens each rank has counted its own."""
     if seam in (Seam.MODEL, Seam.SETTINGS):
         return float(count) if comm.rank == 0 else 0.0
-    if seam is Seam.WEIGHTS or comm.groups.speaks:
+    if seam in (Seam.WEIGHTS, Seam.ROUTER) or comm.groups.speaks:
         return float(count)
     return 0.0
 

@@ -17,6 +17,7 @@ from replay_lib.patch import (
     Patch,
     batch_patch,
     model_patch,
+    router_patch,
     routing_patch,
     rows_patch,
     settings_patch,
@@ -52,6 +53,7 @@ def moves(patch: Patch, *present: Any) -> bool:
         (model_patch(moe_router_dtype="fp64"), lambda: [{"moe_router_dtype": None}]),
         (weights_patch(lambda p: {"w": p["w"] + 1}), lambda: [dict(PARAMETERS)]),
         (routing_patch(lambda f, _b: ~f), lambda: [FORCED.clone(), BATCH]),
+        (router_patch(lambda f, _o, _s: ~f), lambda: [FORCED[0, :, 0].clone(), WEIGHTS, WEIGHTS]),
         (batch_patch(in_place), lambda: [BATCH.clone()]),
         (batch_patch(lambda b: b.replace(ref_logprobs=None)), lambda: [BATCH.clone()]),
         (token_weights_patch(lambda w, _r, _l: w * 0.5), lambda: [WEIGHTS.clone(), BATCH, WEIGHTS]),
@@ -70,6 +72,7 @@ def test_a_change_is_seen_at_every_seam(patch: Patch, present: Callable[[], list
         (model_patch(moe_router_dtype=None), lambda: [{"moe_router_dtype": None, "x": 1}]),
         (weights_patch(lambda p: {"w": p["w"].clone()}), lambda: [dict(PARAMETERS)]),
         (weights_patch(lambda _p: {}), lambda: [dict(PARAMETERS)]),
+        (router_patch(lambda f, _o, _s: f), lambda: [FORCED[0, :, 0].clone(), WEIGHTS, WEIGHTS]),
         (routing_patch(lambda f, _b: f & ~PADDING), lambda: [FORCED.clone(), BATCH]),
         (batch_patch(lambda b: b.replace(advantage=b.advantage * 1.0)), lambda: [BATCH.clone()]),
         (
@@ -88,6 +91,7 @@ def test_what_changes_nothing_or_what_nobody_reads_is_idle(
 def test_idle_halves_are_named_and_a_lone_method_is_never_one(plain: ReplaySession) -> None:
     idle, moving = "seam_examples:touches_nothing", "seam_examples:smaller_advantage"
     weights, field = "seam_examples:scaled_router", "seam_examples:scaled_topk"
+    none_goes = "use-current-routing-on-disagreement:margin=1.0"
     asked = {
         f"{moving}+{idle}": (idle,),
         f"{idle}+{moving}": (idle,),
@@ -98,6 +102,8 @@ def test_idle_halves_are_named_and_a_lone_method_is_never_one(plain: ReplaySessi
         f"{field}+seam_examples:weighted_tokens:share=1.0": (
             "seam_examples:weighted_tokens:share=1.0",
         ),
+        f"{moving}+{none_goes}": (none_goes,),
+        f"{moving}+use-current-routing-on-disagreement": (),
         f"{moving}+skip-spiking-step": (),  # it acts after the norm
     }
     outcomes = plain.run_many([Experiment.parse(name) for name in asked])

@@ -25,6 +25,7 @@ NAMES = (
     "seam_examples:scaled_router",
     "seam_examples:scaled_topk",
     "seam_examples:even_rows_replay",
+    "seam_examples:half_sure_replay",
     "seam_examples:smaller_advantage",
     "seam_examples:sequence_mean",
     "seam_examples:weighted_tokens",

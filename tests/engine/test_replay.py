@@ -24,6 +24,7 @@ SEAMS = {
     Seam.WEIGHTS: "seam_examples:scaled_router",
     Seam.MODEL: "seam_examples:scaled_topk",
     Seam.ROUTING: "seam_examples:even_rows_replay",
+    Seam.ROUTER: "seam_examples:half_sure_replay",
     Seam.BATCH: "seam_examples:smaller_advantage",
     Seam.SETTINGS: "seam_examples:sequence_mean",
     Seam.TOKEN_WEIGHTS: "seam_examples:weighted_tokens",

@@ -169,7 +169,12 @@ def outcome(patch: Patch) -> object:
         return [column.tolist() for column in columns]
     if patch.seam is Seam.TOKEN_WEIGHTS:
         return patch.apply(torch.ones(2, 4), batch, batch.column("old_logprobs")).tolist()
-    return patch.apply(torch.ones(2, 4, 3, dtype=torch.bool), batch).tolist()
+    replayed = torch.ones(2, 4, 3, dtype=torch.bool)
+    given = (replayed, batch)
+    if patch.seam is Seam.ROUTER:
+        own = torch.tensor([0.9, 0.9, 0.5])
+        given = (own > 0, own, torch.tensor([0.69, 0.71, 0.5]))
+    return patch.apply(*given).tolist()
 
 
 @pytest.mark.parametrize("slug", CARDS)
