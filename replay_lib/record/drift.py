@@ -1,9 +1,9 @@
 """A result beside its baseline: is it the same up to noise, and if not, by how much and which way.
 
 The bound is the noise band of the dtype and the device (:mod:`replay_lib.noise`, where each entry
-has its reason) or the spread of this session's baselines, whichever is larger. How far the baseline
-is from the recorded norm is left out, unlike in a verdict's band: a baseline that moved would widen
-the band that it is measured by.
+has its reason), on a CPU twice that, or the spread of this session's baselines, whichever is
+larger. How far the baseline is from the recorded norm is left out, unlike in a verdict's band: a
+baseline that moved would widen the band that it is measured by.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ FIGURES = {
     "quiet": "the quiet control's norm",
     "quiet_carried": "the quiet control's norm with carried old log-probabilities",
 }
+
+
+#: A GPU is named by its environment, a CPU is not: with torch's plainest kernels in place of its
+#: vectorised ones figures of four embedded cases moved by up to 8.7e-6, too near the band of 1e-5.
+UNNAMED_CPU = 2.0
 
 
 def environment_of(result: Result) -> Environment:
@@ -55,11 +60,12 @@ def signed_difference(now: float, before: float) -> float:
 
 def allowed(result: Result) -> tuple[float, str]:
     """How far a figure of ``result`` may lie from its baseline, relative, and what says so."""
-    noise = noise_of(result.dtype, result.device).relative
+    kind = device_kind(result.device)
+    noise = noise_of(result.dtype, result.device).relative * (UNNAMED_CPU if kind == "cpu" else 1.0)
     spread = 0.0 if result.repeat_spread is None else result.repeat_spread
     if spread > noise:
         return spread, "the spread of this session's baselines"
-    return noise, f"the noise of {result.dtype} on {device_kind(result.device)}"
+    return noise, f"the noise of {result.dtype} on {'CPUs' if kind == 'cpu' else kind}"
 
 
 def drift_of(now: Figures, before: Figures, bound: float, why: str) -> tuple[str, ...]:

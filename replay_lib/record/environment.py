@@ -16,7 +16,7 @@ class Environment(Frozen):
 
     ``device`` is ``cpu`` or ``cuda`` with the name that the driver gives the GPU, ``precision`` the
     dtype of the replay. A CPU's model is left out, and so is what torch was built for where it
-    runs on a CPU: both move figures inside the noise band only.
+    runs on a CPU: both move figures by less than is allowed.
     """
 
     device: str
