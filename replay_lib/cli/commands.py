@@ -29,6 +29,7 @@ from replay_lib.cli.arguments import (
 from replay_lib.cli.arguments import as_path as _path
 from replay_lib.cli.doctor import doctor
 from replay_lib.cli.guard import guard
+from replay_lib.cli.matrix import matrix
 from replay_lib.cli.merge import merge
 from replay_lib.cli.output import key_value_table, print_error, print_json, progress, stdout
 from replay_lib.cli.pin import pin
@@ -63,7 +64,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(zoo, name="zoo")
-for command in (doctor, pin, guard, merge):
+for command in (doctor, pin, guard, merge, matrix):
     app.command()(command)
 app.command("export")(export)
 app.command("import")(import_)
