@@ -7,9 +7,9 @@ was exported to another place does). A bare snapshot is a case with defaults.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -18,13 +18,13 @@ from replay_lib import layout
 from replay_lib.digests import check_digests, joint_digest
 from replay_lib.engine.protocol import Experiment
 from replay_lib.errors import CaseError, fault, number_hint
-from replay_lib.rule import RECORDING_REDUCTION, TARGET_RATIO, Verdict
+from replay_lib.expected import Expected
+from replay_lib.rule import RECORDING_REDUCTION, TARGET_RATIO
 from replay_lib.verdict import Bound
 
 SCHEMA = 1
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_Verdict = Annotated[Verdict, Field(strict=False)]
 _Reason = Annotated[str, Field(min_length=1)]
 _Name = Annotated[str, Field(pattern=r"^[^/\x00-\x1f]+$", max_length=255)]
 _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -137,7 +137,7 @@ class CaseFile(_Strict):
     thresholds: Thresholds = Thresholds()
     tolerance: Tolerance = Tolerance()
     needs: Needs = Needs()
-    expected: dict[str, _Verdict] = Field(default_factory=dict)
+    expected: dict[str, Expected] = Field(default_factory=dict)
     provenance: Provenance = Provenance()
     sha256: dict[str, _Sha256] = Field(default_factory=dict)
 
@@ -157,7 +157,7 @@ class Case(_Strict):
     thresholds: Thresholds = Thresholds()
     tolerance: Tolerance = Tolerance()
     needs: Needs = Needs()
-    expected: dict[str, _Verdict] = Field(default_factory=dict)
+    expected: dict[str, Expected] = Field(default_factory=dict)
     provenance: Provenance = Provenance()
     sha256: dict[str, _Sha256] = Field(default_factory=dict)
 
@@ -362,8 +362,18 @@ def _told(file: Path, error: ValidationError) -> str:
 def _known(place: tuple[int | str, ...]) -> list[str]:
     model: Any = CaseFile
     for part in place:
-        model = model.model_fields[part].annotation
+        # what is no field is a key of a mapping, whose values' model is known by then
+        field = model.model_fields.get(part)
+        model = model if field is None else next(_models_in(field.annotation), model)
     return [f.alias or name for name, f in model.model_fields.items()]
+
+
+def _models_in(annotation: Any) -> Iterator[Any]:
+    """The models that a field's type names, as in ``X``, ``X | None`` and ``dict[str, X]``."""
+    if hasattr(annotation, "model_fields"):
+        yield annotation
+    for one in get_args(annotation):
+        yield from _models_in(one)
 
 
 def _inside(file: Path, field: str, value: str) -> Path:

@@ -71,10 +71,11 @@ def seal(case_dir: str | Path, made: Mapping[str, Any] | None = None) -> Case:
     return sealed
 
 
-def write_expected(case_dir: str | Path, expected: Mapping[str, str]) -> None:
-    """Put ``expected`` (verdicts by experiment) into ``case.yaml``, over those it states now.
+def write_expected(case_dir: str | Path, expected: Mapping[str, Any]) -> None:
+    """Put ``expected`` into ``case.yaml``, over what it states now.
 
-    All else stays as it is. One writer at a time: what another one stated meanwhile is kept.
+    By experiment, a verdict or a set with its reason (``Expected.plain``). All else stays as it is.
+    One writer at a time: what another one stated meanwhile is kept.
     """
     file = Path(case_dir).absolute() / layout.CASE_FILE
     with FileLock(file.with_name(f".{file.name}.lock")):
@@ -88,7 +89,7 @@ def _with_block(file: Path, text: str, key: str, value: Mapping[str, Any]) -> st
     """``text`` with the top-level ``key`` replaced, or put at the end; checked by reading it."""
     wanted: dict[str, Any] = yaml.safe_load(text) | {key: dict(value)}
     case_file_from(file, wanted)
-    block = yaml.safe_dump({key: dict(value)}, sort_keys=False, width=96, allow_unicode=True)
+    block = _dumped({key: dict(value)})
     start, end = _lines_of(text, key)
     head = text[:start] + ("" if text[:start].endswith("\n") else "\n")
     new = head + block + text[end:]
@@ -96,7 +97,22 @@ def _with_block(file: Path, text: str, key: str, value: Mapping[str, Any]) -> st
         if yaml.safe_load(new) == wanted:
             return new
     # written in a style that cannot be edited by lines: the content is kept, its layout is not
-    return yaml.safe_dump(wanted, sort_keys=False, width=96, allow_unicode=True)
+    return _dumped(wanted)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Lists in one line: those of a case are short."""
+
+
+def _flow(dumper: yaml.SafeDumper, value: list[Any]) -> yaml.Node:
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
+
+
+_Dumper.add_representer(list, _flow)
+
+
+def _dumped(value: Mapping[str, Any]) -> str:
+    return yaml.dump(dict(value), Dumper=_Dumper, sort_keys=False, width=96, allow_unicode=True)
 
 
 def _lines_of(text: str, key: str) -> tuple[int, int]:

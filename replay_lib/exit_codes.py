@@ -30,7 +30,8 @@ MEANINGS: dict[ExitCode, str] = {
     ExitCode.GREEN: "every verdict is as expected or better",
     ExitCode.RED: (
         "a verdict is worse than expected (where a case expects nothing: than pass), "
-        "a quiet control is at fault, or a merged run is not green"
+        "a quiet control is at fault, a merged run is not green, or pin kept a verdict that is "
+        "right elsewhere"
     ),
     ExitCode.USAGE: "the command was called with something it cannot take",
     ExitCode.INPUT: "a snapshot or a case cannot be used as it is",

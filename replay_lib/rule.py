@@ -89,11 +89,15 @@ def relative_difference(value: float, reference: float | None) -> float | None:
     return abs(value - reference) / abs(reference)
 
 
-def compare(verdict: Verdict, expected: Verdict) -> str:
-    """``better``, ``as expected`` or ``worse``, by the order of :class:`Verdict`."""
-    if verdict.rank == expected.rank:
+def compare(verdict: Verdict, *expected: Verdict) -> str:
+    """``better``, ``as expected`` or ``worse``, by the order of :class:`Verdict`.
+
+    Of several expected verdicts each is as expected. One that lies between them without being one
+    of them is worse: it is not what arithmetic decides between, and below the best.
+    """
+    if verdict in expected:
         return "as expected"
-    return "better" if verdict.rank < expected.rank else "worse"
+    return "better" if verdict.rank < min(one.rank for one in expected) else "worse"
 
 
 def status_of(

@@ -8,6 +8,7 @@ import pytest
 
 from replay_lib.case import Case, discover
 from replay_lib.errors import CaseError
+from replay_lib.expected import Expected
 from replay_lib.rule import Verdict
 
 WHOLE = """\
@@ -54,8 +55,8 @@ def test_a_whole_case(tmp_path: Path) -> None:
     assert case.thresholds.recording_reduction.reason
     assert (case.needs.device, case.needs.devices, case.needs.memory_gib) == ("cuda", 2, 80.0)
     assert case.expected == {
-        "disable-routing-replay": Verdict.PARTIAL,
-        "enable-token-mismatch-tis-max2:clip_max=1.5": Verdict.FAIL,
+        "disable-routing-replay": Expected.one(Verdict.PARTIAL),
+        "enable-token-mismatch-tis-max2:clip_max=1.5": Expected.one(Verdict.FAIL),
     }
     assert case.provenance.evidence == "mechanism"
     assert Case.load(directory / "case.yaml") == case
@@ -65,7 +66,7 @@ def test_a_whole_case(tmp_path: Path) -> None:
 def test_expectations_are_spelled_as_experiments_are(tmp_path: Path) -> None:
     text = "schema: 1\nsnapshot: x\nexpected: {'some-method: b=true, a=1.50': fail}\n"
     case = Case.load(write(tmp_path, text))
-    assert case.expected == {"some-method:a=1.5,b=True": Verdict.FAIL}
+    assert case.expected == {"some-method:a=1.5,b=True": Expected.one(Verdict.FAIL)}
 
 
 def test_a_bare_snapshot_is_a_case_with_defaults(tmp_path: Path) -> None:
@@ -135,8 +136,41 @@ def test_a_fault_is_told_whole(tmp_path: Path, text: str, told: str) -> None:
 
 def test_an_unknown_verdict_lists_the_known_ones(tmp_path: Path) -> None:
     told = error_of(tmp_path, "schema: 1\nsnapshot: x\nexpected: {a-method: passes}\n")
-    assert told.startswith("case.yaml: expected.a-method: found 'passes', expected Input should be")
+    assert told.startswith("case.yaml: expected.a-method: found 'passes', expected one of ")
     assert "'pass', 'partial'" in told
+
+
+def test_several_verdicts_have_their_reason(tmp_path: Path) -> None:
+    text = "schema: 1\nsnapshot: x\nexpected: {a: {verdicts: [no_op, fail], reason: rounding}}\n"
+    several = Case.load(write(tmp_path, text)).expected["a"]
+    assert (several.verdicts, several.reason) == ((Verdict.NO_OP, Verdict.FAIL), "rounding")
+    assert str(several) == "no_op or fail"
+    assert several.plain() == {"verdicts": ["no_op", "fail"], "reason": "rounding"}
+
+
+FORM = "{verdicts: [fail, no_op], reason: why arithmetic decides between them}"
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ("[fail, no_op]", f"a: found ['fail', 'no_op'], expected a list with its reason, {FORM}"),
+        ("{verdicts: [fail, no_op]}", f"a reason for several verdicts, {FORM}"),
+        ("{verdicts: [fail, no_op], reason: ' '}", f"a reason for several verdicts, {FORM}"),
+        ("{verdicts: [fail, fail], reason: r}", "expected each verdict once"),
+        ("{verdicts: [], reason: r}", "should have at least 1 item"),
+        ("{verdicts: [fail, fial], reason: r}", "expected.a.verdicts.1: found 'fial', expected"),
+        ("{verdict: fail}", "expected.a.verdict: found an unknown key, expected one of verdicts,"),
+        ("3", "expected.a: found 3, expected"),
+    ],
+)
+def test_a_set_of_verdicts_without_a_reason_is_no_set(tmp_path, written, told) -> None:
+    assert told in error_of(tmp_path, f"schema: 1\nsnapshot: x\nexpected: {{a: {written}}}\n")
+
+
+def test_an_unknown_key_of_the_platform_lists_the_known_ones(tmp_path: Path) -> None:
+    told = error_of(tmp_path, "schema: 1\nsnapshot: x\nprovenance: {platform: {gpu: yes}}\n")
+    assert "provenance.platform.gpu: found an unknown key, expected one of device, system" in told
 
 
 def test_all_faults_are_told_at_once(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from replay_lib import digests
 from replay_lib.case import Case, Platform
 from replay_lib.case_files import made_here, seal
 from replay_lib.errors import CaseError
+from replay_lib.expected import Expected
+from replay_lib.rule import Verdict
 
 BY_HAND = """\
 # what this case is about
@@ -87,7 +89,7 @@ def test_a_case_in_another_style_keeps_its_content(directory: Path) -> None:
     (directory / "case.yaml").write_text(flow)
     case = seal(directory, MADE)
     assert (case.expected, len(case.sha256), case.provenance.seed) == (
-        {"a-method": "partial"},
+        {"a-method": Expected.one(Verdict.PARTIAL)},
         2,
         3,
     )

@@ -26,7 +26,7 @@ def test_an_embedded_case_has_baselines_of_its_own_files(case: Case) -> None:
         assert rendered(document) == file.read_text(), file
         for name, entry in document.methods.items():
             if name in case.expected:
-                assert entry.verdict == case.expected[name], (file, name)
+                assert entry.verdict in case.expected[name].verdicts, (file, name)
 
 
 def test_every_lane_has_baselines_of_every_case() -> None:

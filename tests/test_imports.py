@@ -24,6 +24,7 @@ ROOMS = [
     "engine",
     "backend",
     "detect noise rule",
+    "expected",
     "recorder",
     "verdict",
     "case",

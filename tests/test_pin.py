@@ -14,6 +14,9 @@ from replay_lib.case import Case
 from replay_lib.case_files import write_expected
 from replay_lib.cli import main
 from replay_lib.exit_codes import ExitCode
+from replay_lib.record.baselines import Document, Entry, file_of, rendered
+from replay_lib.record.environment import Environment
+from replay_lib.rule import Verdict
 
 EMBEDDED = Path(__file__).parents[1] / "spike_cases/axrl-plain-step85"
 
@@ -112,6 +115,98 @@ def test_what_somebody_else_pinned_meanwhile_is_kept(case, capsys, monkeypatch):
     pin(capsys, case, "balance-negative-advantages")
     expected = Case.load(case).expected
     assert {"clip-advantages", "balance-negative-advantages"} <= set(expected)
+
+
+def kept_of(case, method: str, verdict: str, norm: float, **environment: str) -> None:
+    """A document of baselines beside ``case``: that of fake replays, or another environment's."""
+    known = Environment.of("cpu", "float32", {"torch": "none"}).model_copy(update=environment)
+    document = Document(
+        schema=1,
+        case_digest=Case.load(case).digest(),
+        environment=known,
+        deterministic=True,
+        seconds=1.0,
+        methods={method: Entry(norm=norm, verdict=Verdict(verdict), since="2026-01-01")},
+    )
+    file = file_of(case / "case.yaml", known)
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(rendered(document))
+
+
+METHOD = "disable-routing-replay"
+
+
+def test_a_verdict_that_is_right_in_another_environment_is_held(case, capsys):
+    shutil.rmtree(case / "baselines", ignore_errors=True)
+    kept_of(case, METHOD, "pass", 1.0, device="cuda (NVIDIA H200)")
+    before = (case / "case.yaml").read_bytes()
+    code, told = pin(capsys, case, METHOD)
+    (one,) = told["expected"]
+    assert (code, told["written"], one["change"]) == (ExitCode.RED, False, "held")
+    assert (one["before"], one["now"], one["after"]) == ("pass", "fail", "pass")
+    assert one["held"].startswith("pass in the baselines of cuda-nvidia-h200-float32-")
+    assert (case / "case.yaml").read_bytes() == before
+
+    with pytest.raises(SystemExit):
+        main(["pin", str(case), METHOD])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"fail here, but {one['held']}: kept" in shown
+    assert f"spike-replay pin {case} {METHOD} --widen REASON; to overwrite: --replace" in shown
+
+
+def test_a_verdict_that_was_this_environments_own_is_overwritten(case, capsys):
+    shutil.rmtree(case / "baselines", ignore_errors=True)
+    kept_of(case, METHOD, "pass", 1.0)
+    kept_of(case, METHOD, "pass", 1.0, device="cuda (NVIDIA H200)")
+    code, told = pin(capsys, case, METHOD)
+    assert (code, told["expected"][0]["change"]) == (ExitCode.GREEN, "worse")
+
+
+def test_where_the_figures_are_the_same_a_bit_equal_gradient_is_arithmetic(case, capsys):
+    shutil.rmtree(case / "baselines", ignore_errors=True)
+    write_expected(case, {METHOD: "no_op"})
+    _, dry = pin(capsys, case, METHOD, "--replace", "--dry-run")
+    assert dry["expected"][0]["change"] == "better"
+    norm = fake_engine.NORMS[METHOD]
+    kept_of(case, METHOD, "no_op", norm * (1 + 1e-7))
+    code, told = pin(capsys, case, METHOD)
+    assert (code, told["expected"][0]["change"]) == (ExitCode.RED, "held")
+    why = "no_op in this environment's baseline, with the same figures"
+    assert told["expected"][0]["held"] == why
+    kept_of(case, METHOD, "no_op", norm * 1.01)
+    code, told = pin(capsys, case, METHOD)
+    assert (code, told["expected"][0]["change"]) == (ExitCode.GREEN, "better")
+
+
+def test_widening_states_both_verdicts_and_why(case, capsys):
+    _, told = pin(capsys, case, METHOD, "balance-negative-advantages", "--widen", "ratios are 1")
+    assert [one["change"] for one in told["expected"]] == ["widened", "new"]
+    lines = f"  {METHOD}:\n    verdicts: [pass, fail]\n    reason: ratios are 1\n"
+    assert lines in (case / "case.yaml").read_text()
+    assert Case.load(case).expected["balance-negative-advantages"].plain() == "partial"
+
+    code, told = pin(capsys, case, METHOD)
+    assert (code, told["written"], told["expected"][0]["change"]) == (0, False, "unchanged")
+    code, told = pin(capsys, case, METHOD, "--replace")
+    assert (code, told["expected"][0]["change"]) == (ExitCode.GREEN, "narrowed")
+    assert Case.load(case).expected[METHOD].plain() == "fail"
+
+
+def test_a_set_is_not_overwritten_by_a_verdict_outside_it(case, capsys):
+    write_expected(case, {METHOD: {"verdicts": ["no_op", "partial"], "reason": "rounding"}})
+    code, told = pin(capsys, case, METHOD)
+    assert (code, told["expected"][0]["held"]) == (ExitCode.RED, "several verdicts are stated")
+    _, told = pin(capsys, case, METHOD, "--widen", "another reason")
+    assert told["expected"][0]["after"] == {
+        "verdicts": ["no_op", "partial", "fail"],
+        "reason": "rounding; another reason",
+    }
+
+
+def test_two_wishes_or_an_empty_reason_are_refused(case, capsys):
+    for wrong in (["--widen", "why", "--replace"], ["--widen", " "]):
+        code, told = pin(capsys, case, METHOD, *wrong)
+        assert code == ExitCode.USAGE and "--widen" in told["error"]["message"]
 
 
 def test_a_quoted_key_is_the_same_key(case, capsys):

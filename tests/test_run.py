@@ -12,6 +12,7 @@ from replay_lib import run
 from replay_lib.case import Case, Limit
 from replay_lib.engine.protocol import Experiment, Outcome
 from replay_lib.errors import BatchError, EngineError, UsageError
+from replay_lib.expected import Expected
 from replay_lib.rule import Flag, Verdict
 
 SNAPSHOT = Path(__file__).parents[1] / "spike_cases/axrl-plain-step85/snapshot/iter_0000085"
@@ -247,7 +248,7 @@ def test_a_quiet_control_that_is_a_spike_is_red_and_said(
     quiet = fake_engine.quiet_snapshot(tmp_path / "quiet-not", SNAPSHOT, 4.0)
     monkeypatch.setitem(fake_engine.QUIET_NORMS, "baseline", 4.0)
     case = with_quiet.model_copy(update={"quiet": quiet})
-    expected = {"disable-routing-replay": Verdict.FAIL}
+    expected = {"disable-routing-replay": Expected.one(Verdict.FAIL)}
     case = case.model_copy(update={"expected": expected})
     done = replayed(monkeypatch, case, "disable-routing-replay")
     assert not any(r.red for r in done.results)

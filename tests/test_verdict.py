@@ -368,6 +368,22 @@ def test_one_order_from_best_to_worst() -> None:
     assert compare(Verdict.NO_OP, Verdict.FAIL) == "worse"
 
 
+@pytest.mark.parametrize(
+    ("verdict", "told"),
+    [
+        (Verdict.PARTIAL, "better"),
+        (Verdict.INCONCLUSIVE, "better"),
+        (Verdict.FAIL, "as expected"),
+        (Verdict.DEGENERATE, "worse"),  # between them, and neither
+        (Verdict.NO_OP, "as expected"),
+        (Verdict.NOT_REPRODUCED, "worse"),
+    ],
+)
+def test_of_several_expected_verdicts_each_is_as_expected(verdict: Verdict, told: str) -> None:
+    assert compare(verdict, Verdict.FAIL, Verdict.NO_OP) == told
+    assert compare(verdict, Verdict.NO_OP, Verdict.FAIL) == told
+
+
 def test_only_a_clean_full_pass_proves() -> None:
     assert status_of(Verdict.PASS, fidelity="folded", reduction=0.7) is Status.PROVEN
     partial: list[dict[str, Any]] = [

@@ -102,6 +102,7 @@ def judge_outcome(
     )
     judgement = judge(measured)
     name = outcome.experiment.name
+    expected = case.expected.get(name)
     norm = outcome.grad_norm_preclip
     compared = beside.compared.grad_norm_preclip
     return Result(
@@ -144,7 +145,7 @@ def judge_outcome(
         nonfinite=outcome.nonfinite,
         diagnostic=traits.diagnostic,
         evidence=case.provenance.evidence,
-        expected=case.expected.get(name),
+        expected=None if expected is None else expected.stated,
         dp_ranks=session.dp_ranks,
         dp_recorded=session.dp_recorded,
         layout=session.layout,

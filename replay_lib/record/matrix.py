@@ -18,6 +18,7 @@ from tabulate import tabulate
 
 from replay_lib.case import Case
 from replay_lib.errors import CaseError, UsageError, fault
+from replay_lib.expected import Expected
 from replay_lib.patch import Mitigation
 from replay_lib.record.baselines import Document, Entry, files_in, read_document
 from replay_lib.record.drift import FIGURES, signed_difference
@@ -71,8 +72,10 @@ def verdict_of(case: Case, document: Document, method: str) -> str:
     entry = document.methods.get(method)
     if entry is None:
         return "-"
-    expected = Verdict.REPRODUCED if method == BASELINE else case.expected.get(method, Verdict.PASS)
-    return str(entry.verdict) + ("" if entry.verdict is expected else f" (expected: {expected})")
+    unstated = Expected.one(Verdict.REPRODUCED if method == BASELINE else Verdict.PASS)
+    expected = case.expected.get(method, unstated)
+    told = "" if entry.verdict in expected.verdicts else f" (expected: {expected})"
+    return f"{entry.verdict}{told}"
 
 
 def verdicts(matrix: Matrix) -> str:

@@ -154,6 +154,7 @@ class Result(Frozen):
     ``repeat_spread`` (largest - smallest) / median of those norms (both None in results of older
     versions). ``case_digest`` tells which files were replayed (empty where nobody asked), and
     ``baseline`` how the figures compare with those kept of earlier replays (None: not compared).
+    ``expected`` is what the case states, several verdicts where arithmetic decides between them.
     ``differences`` are those between the model that ran and the replayed one that may
     change the step.
     """
@@ -197,7 +198,7 @@ class Result(Frozen):
     nonfinite: tuple[str, ...] = ()
     diagnostic: bool = False
     evidence: Literal["measured", "mechanism"] = "measured"
-    expected: Verdict | None = None
+    expected: Verdict | tuple[Verdict, ...] | None = None
     dp_ranks: tuple[int, ...] = ()
     dp_recorded: int = 1
     layout: dict[str, int] = Field(default_factory=dict)
@@ -215,16 +216,22 @@ class Result(Frozen):
         return not self.mitigations
 
     @property
-    def wanted(self) -> Verdict:
-        """The expected verdict; where a case states none, a mitigation has to pass."""
-        if self.expected is not None:
+    def wanted(self) -> tuple[Verdict, ...]:
+        """The verdicts that are as expected; where a case states none, a mitigation has to pass."""
+        if isinstance(self.expected, tuple):
             return self.expected
-        return Verdict.REPRODUCED if self.is_baseline else Verdict.PASS
+        unstated = Verdict.REPRODUCED if self.is_baseline else Verdict.PASS
+        return (self.expected or unstated,)
+
+    @property
+    def told_wanted(self) -> str:
+        """The wanted verdicts in words, as in ``fail or no_op``."""
+        return " or ".join(self.wanted)
 
     @property
     def comparison(self) -> str:
         """``better``, ``as expected`` or ``worse`` than what was wanted."""
-        return compare(self.verdict, self.wanted)
+        return compare(self.verdict, *self.wanted)
 
     @property
     def red(self) -> bool:
@@ -279,7 +286,7 @@ class Result(Frozen):
             if self.cosine_carried is not None:
                 line += f" ({self.cosine_carried:.3f} with carried old log-probabilities)"
         if self.comparison != "as expected":
-            line += f" ({self.comparison} than expected: {self.wanted})"
+            line += f" ({self.comparison} than expected: {self.told_wanted})"
         return "; ".join([line, *self.drift])
 
     def as_json(self) -> dict[str, Any]:

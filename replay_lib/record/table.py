@@ -52,7 +52,7 @@ def _verdict_and_comparison(result: Result) -> str:
 def _expected(result: Result) -> str:
     if result.comparison == "as expected":
         return "as expected"
-    return f"{result.comparison} than {result.wanted}"
+    return f"{result.comparison} than {result.told_wanted}"
 
 
 def _fidelity(result: Result) -> str:

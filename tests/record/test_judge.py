@@ -8,6 +8,8 @@ import pytest
 from make_results import BASELINE, INFO, KEPT, RECORDED, case, outcome, result
 
 from replay_lib.record.judge import Comparison, Traits, same_part
+from replay_lib.record.result import Result
+from replay_lib.record.table import document_table
 from replay_lib.rule import Flag, Status, Verdict
 
 HEAD = [
@@ -38,7 +40,7 @@ def test_the_baseline_is_judged_by_its_own_word() -> None:
     one = result(BASELINE)
     assert (one.verdict, one.wanted, one.status, one.red) == (
         Verdict.REPRODUCED,
-        Verdict.REPRODUCED,
+        (Verdict.REPRODUCED,),
         None,
         False,
     )
@@ -102,6 +104,19 @@ def test_one_baseline_that_is_not_finite_leaves_no_band() -> None:
     broken = outcome("baseline", float("nan"))
     beside = Comparison(baseline=BASELINE, repeats=(BASELINE, broken), compared=BASELINE)
     assert result(outcome("cap", 2.4), beside=beside).verdict is Verdict.INCONCLUSIVE
+
+
+def test_of_several_expected_verdicts_any_will_do() -> None:
+    verdicts = {"verdicts": ["no_op", "fail"], "reason": "ratios are 1 up to rounding"}
+    either = case(expected={"halve": verdicts})
+    found = result(outcome("halve", 7.9), case=either)
+    assert (found.comparison, found.red) == ("as expected", False)
+    assert found.as_json()["expected"] == ["no_op", "fail"]
+    assert Result.model_validate_json(found.model_dump_json()) == found
+    assert "expected" not in found.explain()
+    better = result(outcome("halve", 6.0), case=either)
+    assert better.explain().endswith("(better than expected: no_op or fail)")
+    assert "better than no_op or fail" in document_table([better])
 
 
 def test_expected_verdicts_are_the_cases() -> None:

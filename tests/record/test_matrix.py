@@ -93,6 +93,19 @@ def test_verdicts_stand_in_rows_of_methods_and_columns_of_cases(cases: list[Case
     )
 
 
+def test_any_verdict_of_a_set_is_as_expected(tmp_path: Path) -> None:
+    make_case(tmp_path, "one", **{HERE: ENTRIES})
+    file = tmp_path / "one" / "case.yaml"
+    sets = "{verdicts: [pass, no_op], reason: r}"
+    text = f"schema: 1\nsnapshot: iter_0000085\nexpected: {{clip-advantages: {sets}, "
+    for other, told in (("{verdicts: [partial, fail], reason: r}", ""), ("fail", "fail")):
+        file.write_text(f"{text}disable-routing-replay: {other}}}\n")
+        shown = rows(verdicts(read_matrix(discover(tmp_path), METHODS)))
+        assert shown["clip-advantages"] == ["advantage", "**pass**"]
+        expected = f" (expected: {told})" if told else ""
+        assert shown["disable-routing-replay"] == ["routing", f"partial{expected}"]
+
+
 def test_figures_are_ratios_and_changes_of_the_quiet_control(cases: list[Case]) -> None:
     _, ratios, between, quiet, _ = figures(read_matrix(cases, METHODS)).split("\n\n")
     assert rows(ratios)["baseline"] == ["4.000", "4.000"]

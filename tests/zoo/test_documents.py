@@ -58,7 +58,7 @@ def test_an_embedded_case_is_a_row_of_the_table(name):
     told = {m: f["verdict"] for m, f in row["methods"].items() if m in case.expected}
     # the table has the recorded methods; what others do was pinned from replays of the case
     assert set(RECORDED_METHODS) <= set(told)
-    assert {m: str(case.expected[m]) for m in told} == told
+    assert all(verdict in case.expected[m].verdicts for m, verdict in told.items())
     earlier = RESULTS["seeds"][: RESULTS["seeds"].index(row["seed"])]
     assert all(ROWS[row["kind"], seed]["event"] != "spike" for seed in earlier)
     assert case.quiet is not None
