@@ -42,16 +42,18 @@ NOISE: dict[tuple[str, str], Noise] = {
         "to 3.4e-6 against float64",
     ),
     ("bfloat16", "cpu"): Noise(
-        1e-2,
+        2e-2,
         "8 bits of mantissa: one rounding is up to 2^-9 = 2e-3 of a value; a CPU and an H200 were "
         "up to 6.7e-3 apart on the same step, and the embedded float32 step is 5.8e-4 from its "
-        "recorded norm",
+        "recorded norm. Summed in another order (tensor parallelism on GPUs) a spike moved by "
+        "2.0e-2",
     ),
     ("bfloat16", "cuda"): Noise(
-        1e-2,
+        2e-2,
         "8 bits of mantissa: one rounding is up to 2^-9 = 2e-3 of a value; an H200 was up to "
         "6.7e-3 away from the CPU and 7.2e-4 from the recorded norm of the embedded float32 step; "
-        "with and without deterministic algorithms it was up to 1.5e-3 apart from itself",
+        "with and without deterministic algorithms it was up to 1.5e-3 apart from itself, with "
+        "tensor parallelism, whose sums have another order, up to 2.0e-2 on a spike",
     ),
 }
 

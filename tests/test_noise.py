@@ -55,6 +55,18 @@ def test_the_noise_table_covers_what_two_devices_differ_by() -> None:
         assert _shown(apart) in entry.reason
 
 
+def test_the_noise_table_covers_what_layouts_differ_by() -> None:
+    results = Path(__file__).parents[1] / "benchmarks/results"
+    for file in ("layouts-h200.json", "layouts-cpu.json"):
+        rows = json.loads((results / file).read_text())["rows"]
+        for row in rows:
+            entry = noise_of(row["precision"], row["device"])
+            moved = max(row["seams_off_one_rank"].values())
+            assert moved <= entry.relative, (file, row["recorded_on"], row["replayed_on"])
+            if row["precision"] == "float32":
+                assert row["off_recorded"] <= entry.relative
+
+
 def _step(row: dict[str, Any]) -> tuple[str, str]:
     return row["case"], row["precision"]
 
