@@ -33,7 +33,7 @@ ROOMS = [
     "record",
     "quiet replays",
     "run",
-    "pin expectations guard",
+    "pin expectations guard sweep",
     "zoo",
     "demo listing suite",
     "cli pytest_cases pytest_run pytest_plugin",

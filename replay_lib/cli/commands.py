@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -27,6 +27,7 @@ from replay_lib.cli.arguments import (
     Trainer,
 )
 from replay_lib.cli.arguments import as_path as _path
+from replay_lib.cli.combine import check_combine, combine_methods
 from replay_lib.cli.doctor import doctor
 from replay_lib.cli.guard import guard
 from replay_lib.cli.matrix import matrix
@@ -37,6 +38,7 @@ from replay_lib.cli.porting import export, import_
 from replay_lib.cli.views import methods_table, print_replayed, replayed_document, snapshot_values
 from replay_lib.cli.zoo import zoo
 from replay_lib.demo import RESULTS, run_demo
+from replay_lib.engine.protocol import Experiment
 from replay_lib.errors import SpikeReplayError, UsageError
 from replay_lib.exit_codes import ExitCode
 from replay_lib.expectations import check_expected
@@ -140,6 +142,14 @@ def sweep(
         list[str] | None, typer.Argument(help="Methods to try; none given: all registered ones.")
     ] = None,
     *,
+    combine: Annotated[
+        int | None,
+        typer.Option(metavar="2", help="Then try pairs of what helped, the cheapest first."),
+    ] = None,
+    budget: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="With --combine: experiments in all [default: 60]."),
+    ] = None,
     against: Against = "baseline",
     device: Device = "auto",
     precision: Precision = "recorded",
@@ -155,6 +165,7 @@ def sweep(
     json: Json = False,
 ) -> None:
     """Try many methods on one case, in one session."""
+    limit = check_combine(combine, budget)
     options = _options(
         device,
         precision=precision,
@@ -168,7 +179,12 @@ def sweep(
         backend=backend,
     )
     chosen = methods or list(load_methods(options.mitigations))
-    _replay(case, chosen, against, options, results=results, json=json)
+    if limit is None:
+        _replay(case, chosen, against, options, results=results, json=json)
+    opened, experiments = _checked(case, chosen, against, options, results)
+    raise typer.Exit(
+        combine_methods(opened, experiments, options, budget=limit, results=results, json=json)
+    )
 
 
 @app.command()
@@ -278,18 +294,9 @@ def _replay(
     *,
     results: Path | None,
     json: bool,
-) -> None:
+) -> NoReturn:
     started = time.monotonic()
-    known = load_methods(options.mitigations)
-    empty = [text for text in texts if not text.strip()]
-    if empty:
-        raise UsageError("a method without a name was given; leave it out for the baseline alone")
-    parse_experiments([against], "baseline", known)
-    experiments = parse_experiments(texts, against, known)
-    opened = Case.open(path)
-    check_expected(opened, known)
-    if results is not None:
-        check_results_file(results)
+    opened, experiments = _checked(path, texts, against, options, results)
     with progress() as tell:
         replayed: Replayed = replay_case(opened, experiments, options, tell)
     lost = _not_kept(results, replayed)
@@ -302,6 +309,23 @@ def _replay(
         if lost:
             print_error(lost.code, str(lost), as_json=False)
     raise typer.Exit(lost.exit_code if lost else replayed.exit_code)
+
+
+def _checked(
+    path: Path, texts: list[str], against: str, options: ReplayOptions, results: Path | None
+) -> tuple[Case, list[Experiment]]:
+    """Case and experiments; what is wrong with an argument is told before anything is started."""
+    known = load_methods(options.mitigations)
+    empty = [text for text in texts if not text.strip()]
+    if empty:
+        raise UsageError("a method without a name was given; leave it out for the baseline alone")
+    parse_experiments([against], "baseline", known)
+    experiments = parse_experiments(texts, against, known)
+    opened = Case.open(path)
+    check_expected(opened, known)
+    if results is not None:
+        check_results_file(results)
+    return opened, experiments
 
 
 def _not_kept(results: Path | None, replayed: Replayed) -> SpikeReplayError | None:
