@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replay_lib.errors import BatchError
-from replay_lib.routing import check_routes, expand_routes
+from replay_lib.routing import check_routes, compose_padding, expand_routes, placeholder
 
 LAYERS, TOPK, EXPERTS = 3, 2, 8
 
@@ -199,3 +199,31 @@ def test_the_last_and_the_first_expert_may_be_chosen():
     routes = routes_of(2)
     routes[:] = torch.tensor([EXPERTS - 1, 0])
     check([routes], [2])
+
+
+def test_padding_rows_of_zeros_get_the_placeholder_and_no_other_row_does():
+    """Rows: padding of zeros, padding with experts, real tokens of zeros, and with experts."""
+    zeros, chosen = torch.zeros(4, LAYERS, TOPK, dtype=torch.int32), routes_of(5).to(torch.int32)
+    routes = [zeros, chosen, zeros, chosen]
+    filled = compose_padding(routes, torch.tensor([-1, -1, 0, 3]))
+    assert filled[0].dtype == torch.int32
+    assert filled[0].tolist() == [[[0, 1]] * LAYERS] * 4
+    assert all(after is before for after, before in zip(filled[1:], routes[1:], strict=True))
+    other = compose_padding([torch.zeros(2, 1, 3, dtype=torch.int16)], torch.tensor([-7]))
+    assert other[0].tolist() == [[[0, 1, 2]]] * 2
+    with pytest.raises(ValueError, match="longer"):
+        compose_padding(routes, torch.tensor([-1, -1, 0, 3, 5]))
+
+
+@pytest.mark.parametrize("bad", [EXPERTS, EXPERTS + 1, 100])
+def test_every_id_beyond_the_experts_is_refused(bad):
+    routes = routes_of(3)
+    routes[1, 2, 1] = bad
+    with pytest.raises(BatchError, match=f"token 1, layer 2: found experts .*{bad}"):
+        check([routes], [3])
+
+
+@pytest.mark.parametrize("shape", [(2, LAYERS + 1, TOPK), (2, LAYERS, TOPK + 1), (2, 2, TOPK)])
+def test_other_layers_and_another_k_are_refused(shape):
+    with pytest.raises(BatchError, match=r"found shape \[2, "):
+        check([placeholder(*shape[1:]).repeat(shape[0], 1, 1)], [3])

@@ -105,6 +105,14 @@ def test_top_k_leaves_the_largest_logits_to_the_entropy_alone():
     assert two.grad[0, 2:].tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("top_k", [0, -1, -5])
+def test_a_top_k_of_none_takes_all_logits(top_k):
+    logits, labels = torch.randn(3, 7), torch.tensor([0, 3, 6])
+    settings = GrpoSettings(entropy_control={"compute_entropy": True, "top_k": top_k})
+    _, entropy = log_prob_and_entropy(logits, labels, settings)
+    assert torch.equal(entropy, entropy_of(torch.log_softmax(logits, dim=-1)))
+
+
 def test_a_top_k_of_the_vocabulary_or_more_changes_nothing():
     logits, _ = logits_and_labels()
     assert torch.equal(top_k_logits(logits, 11), logits)

@@ -171,6 +171,14 @@ def test_a_wrong_value_is_refused(fields, text):
             "entropy_control.top_quantile: found 0, expected more than 0",
         ),
         (
+            {"entropy_control": {"top_quantile": -0.5}},
+            "entropy_control.top_quantile: found -0.5, expected more than 0",
+        ),
+        (
+            {"loss_type": "grpo", "dual_clip_neg_adv_factor": 0.5},
+            "dual_clip_neg_adv_factor: found 0.5, expected more than 1, or none, for loss_type grpo",
+        ),
+        (
             {"opd": {"enabled": True, "opd_alpha": 1.5}},
             "opd.opd_alpha: found 1.5, expected 0 to 1",
         ),
