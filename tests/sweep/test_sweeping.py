@@ -18,6 +18,7 @@ from replay_lib import run
 from replay_lib.case import Case
 from replay_lib.engine.protocol import Experiment, Outcome
 from replay_lib.errors import BatchError
+from replay_lib.expected import Expected
 from replay_lib.record.results_file import read_results, write_results
 from replay_lib.rule import Verdict
 from replay_lib.run import ReplayOptions
@@ -90,7 +91,9 @@ def test_of_a_pair_that_no_case_lists_nothing_is_expected() -> None:
     fake_engine.NORMS[PAIRS[0]] = 8.0
     swept = sweep(Case.from_snapshot(SNAPSHOT), methods, ReplayOptions())
     assert swept.results[-1].verdict is Verdict.FAIL and swept.exit_code == 0
-    listed = Case.from_snapshot(SNAPSHOT).model_copy(update={"expected": {PAIRS[0]: Verdict.PASS}})
+    listed = Case.from_snapshot(SNAPSHOT).model_copy(
+        update={"expected": {PAIRS[0]: Expected.one(Verdict.PASS)}}
+    )
     assert sweep(listed, methods, ReplayOptions()).exit_code == 1
 
 
