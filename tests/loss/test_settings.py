@@ -176,7 +176,8 @@ def test_a_wrong_value_is_refused(fields, text):
         ),
         (
             {"loss_type": "grpo", "dual_clip_neg_adv_factor": 0.5},
-            "dual_clip_neg_adv_factor: found 0.5, expected more than 1, or none, for loss_type grpo",
+            "dual_clip_neg_adv_factor: found 0.5, expected more than 1, or none, for loss_type "
+            "grpo",
         ),
         (
             {"opd": {"enabled": True, "opd_alpha": 1.5}},
