@@ -10,14 +10,7 @@ import pytest
 
 from replay_lib.engine.protocol import Retained
 from replay_lib.noise import Noise, noise_of
-from replay_lib.rule import (
-    Flag,
-    Status,
-    Verdict,
-    compare,
-    rule,
-    status_of,
-)
+from replay_lib.rule import Flag, Verdict, rule
 from replay_lib.verdict import GATES, Bound, Measured, Variant, judge
 
 ALL_KEPT = Retained(tokens=1.0, advantage=0.9, dloss_dlogprob=0.8)
@@ -342,62 +335,3 @@ def test_the_baseline_is_reproduced_or_a_gate_says_why_not() -> None:
     assert judgement.reason == (
         "the recorded norm came out within 0 relative (1e-05 is allowed), 4.000 x the median"
     )
-
-
-# --- order and status ------------------------------------------------------------------------
-
-
-def test_one_order_from_best_to_worst() -> None:
-    assert [str(v) for v in Verdict] == [
-        "reproduced",
-        "pass",
-        "partial",
-        "not_applicable",
-        "inconclusive",
-        "fail",
-        "degenerate",
-        "no_op",
-        "not_a_spike",
-        "not_reproduced",
-        "non_finite",
-        "ratio_undefined",
-        "reference_missing",
-    ]
-    assert compare(Verdict.PASS, Verdict.PARTIAL) == "better"
-    assert compare(Verdict.PARTIAL, Verdict.PARTIAL) == "as expected"
-    assert compare(Verdict.NO_OP, Verdict.FAIL) == "worse"
-
-
-@pytest.mark.parametrize(
-    ("verdict", "told"),
-    [
-        (Verdict.PARTIAL, "better"),
-        (Verdict.INCONCLUSIVE, "better"),
-        (Verdict.FAIL, "as expected"),
-        (Verdict.DEGENERATE, "worse"),  # between them, and neither
-        (Verdict.NO_OP, "as expected"),
-        (Verdict.NOT_REPRODUCED, "worse"),
-    ],
-)
-def test_of_several_expected_verdicts_each_is_as_expected(verdict: Verdict, told: str) -> None:
-    assert compare(verdict, Verdict.FAIL, Verdict.NO_OP) == told
-    assert compare(verdict, Verdict.NO_OP, Verdict.FAIL) == told
-
-
-def test_only_a_clean_full_pass_proves() -> None:
-    assert status_of(Verdict.PASS, fidelity="folded", reduction=0.7) is Status.PROVEN
-    partial: list[dict[str, Any]] = [
-        {"fidelity": "reduced"},
-        {"fidelity": "full", "flags": (Flag.OLD_SENSITIVE,)},
-        {"fidelity": "full", "flags": (Flag.UNIT_UNCHECKED,)},
-        {"fidelity": "full", "flags": (Flag.BEYOND_BUDGET,)},
-        {"fidelity": "full", "quiet_fault": True},
-    ]
-    for conditions in partial:
-        assert status_of(Verdict.PASS, reduction=0.7, **conditions) is Status.PARTIAL
-    assert status_of(Verdict.PARTIAL, fidelity="full", reduction=0.2) is Status.PARTIAL
-    assert status_of(Verdict.INCONCLUSIVE, fidelity="full", reduction=0.2) is Status.PARTIAL
-    assert status_of(Verdict.INCONCLUSIVE, fidelity="full", reduction=0.1) is Status.NEGATIVE
-    assert status_of(Verdict.DEGENERATE, fidelity="full", reduction=0.9) is Status.NEGATIVE
-    assert status_of(Verdict.FAIL, fidelity="full", reduction=0.1) is Status.NEGATIVE
-    assert status_of(Verdict.PASS, fidelity="full", diagnostic=True) is Status.DIAGNOSTIC
