@@ -47,6 +47,7 @@ def close(found, expected):
         (0.5, -2.0, 2 * LOW, 0.0),  # already discouraged enough
         (2.0, -2.0, 4.0, 4.0),  # above, under the dual clip
         (5.0, -2.0, 6.0, 0.0),  # dual clip at 3
+        (5.0, -0.5, 1.5, 0.0),  # for a small cost too
         (1.1, 0.0, 0.0, 0.0),
     ],
 )
