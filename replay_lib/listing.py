@@ -114,6 +114,7 @@ def describe_methods(
             "status": method_status(m, standings[m.slug]),
             "standing": standings[m.slug].told() if standings[m.slug].status else None,
             "parameters": m.defaults,
+            "needs": list(m.needs),
             "diagnostic": m.diagnostic,
             "changes_unit": m.changes_unit,
             "summary": m.summary,

@@ -75,6 +75,18 @@ def load_methods(dirs: Iterable[str | Path] | None = None) -> dict[str, Mitigati
     return dict(sorted(methods.items()))
 
 
+def callable_alone(methods: Mapping[str, Mitigation]) -> list[str]:
+    """Slugs that can be tried as they are: those of methods that need no parameter."""
+    return [slug for slug, method in methods.items() if not method.needs]
+
+
+def left_out(methods: Mapping[str, Mitigation]) -> str:
+    """One line on the registered methods that need a parameter; empty where none does."""
+    named = [method.usage for method in methods.values() if method.needs]
+    told = "needs a parameter and was" if len(named) == 1 else "need parameters and were"
+    return f"{', '.join(named)} {told} left out" if named else ""
+
+
 def find(slug: str, methods: Mapping[str, Mitigation]) -> Mitigation:
     """The mitigation that ``slug`` names, registered or ``module:function``; PatchError if none."""
     if ":" in slug:

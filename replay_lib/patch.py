@@ -67,6 +67,17 @@ def weights_patch(apply: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]])
     return Patch(Seam.WEIGHTS, apply)
 
 
+def checkpoint_patch(checkpoint: str) -> Patch:
+    """Replay with the weights of another checkpoint of the same model.
+
+    ``checkpoint`` is a directory that holds one: a snapshot in either layout, or an ``iter_*`` of
+    the trainer's own. A relative path starts at the case's directory, for a snapshot without a
+    case at the current one. Tensors of the model alone are read; their names and shapes have to be
+    the model's, else it is a PatchError that names all that are not.
+    """
+    return Patch(Seam.WEIGHTS, lambda weights: weights.of_checkpoint(checkpoint))
+
+
 def model_patch(**fields: Any) -> Patch:
     """Set fields of the model's Megatron configuration, e.g. ``moe_router_dtype="fp64"``."""
     return Patch(Seam.MODEL, lambda _present: dict(fields))
@@ -198,7 +209,11 @@ Built = Patch | AfterNorm | Sequence[Patch]
 
 @dataclass(frozen=True, kw_only=True)
 class Mitigation:
-    """A named, parametrized method. ``build(**params)`` gives its patches."""
+    """A named, parametrized method. ``build(**params)`` gives its patches.
+
+    ``needs`` are the parameters without a default: the method is tried only where somebody gives
+    them, never as one of all registered methods.
+    """
 
     slug: str
     family: str
@@ -208,11 +223,25 @@ class Mitigation:
     changes_unit: bool
     build: Callable[..., Built]
     after_norm: bool = False
+    needs: tuple[str, ...] = ()
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Parameters with their default values."""
-        return {p.name: p.default for p in inspect.signature(self.build).parameters.values()}
+        """Parameters with their default values; those that it needs have none."""
+        parameters = inspect.signature(self.build).parameters.values()
+        return {p.name: p.default for p in parameters if p.name not in self.needs}
+
+    @property
+    def usage(self) -> str:
+        """How it is written with the parameters that it needs."""
+        needed = ",".join(f"{name}={name.upper()}" for name in self.needs)
+        return f"{self.slug}:{needed}" if needed else self.slug
+
+    @property
+    def _examples(self) -> dict[str, Any]:
+        """A value of the right kind for each parameter."""
+        parameters = inspect.signature(self.build).parameters
+        return self.defaults | {n: _EXAMPLES[_annotated(parameters[n])] for n in self.needs}
 
     def patches(self, params: Mapping[str, Any] | None = None) -> tuple[Patch, ...]:
         """Patches for ``params``; an unknown parameter is an error that lists the known ones."""
@@ -235,15 +264,23 @@ class Mitigation:
 
     def _checked(self, params: Mapping[str, Any] | None) -> dict[str, Any]:
         given = dict(params or {})
-        unknown = sorted(set(given) - set(self.defaults))
+        examples = self._examples
+        unknown = sorted(set(given) - set(examples))
         if unknown:
-            known = ", ".join(f"{k}={v!r}" for k, v in self.defaults.items()) or "none"
+            known = [*self.needs, *(f"{k}={v!r}" for k, v in self.defaults.items())]
             raise PatchError(
-                f"mitigation {self.slug}: unknown parameter {', '.join(unknown)}; known: {known}"
+                f"mitigation {self.slug}: unknown parameter {', '.join(unknown)}; "
+                f"known: {', '.join(known) or 'none'}"
+            )
+        absent = [name for name in self.needs if name not in given]
+        if absent:
+            raise PatchError(
+                f"mitigation {self.slug}: found no {', '.join(absent)}, which it needs; write "
+                f"{self.usage}"
             )
         for name, value in given.items():
-            wanted = _kind(self.defaults[name])
-            if wanted is not None and not _fits(value, self.defaults[name]):
+            wanted = _kind(examples[name])
+            if wanted is not None and not _fits(value, examples[name]):
                 raise PatchError(
                     f"mitigation {self.slug}: {name}: found {value!r}, expected {wanted}"
                 )
@@ -267,7 +304,7 @@ class Mitigation:
     @property
     def seams(self) -> tuple[Seam, ...]:
         """Seams that the default patches touch, in the order of application."""
-        present = {p.seam for p in self.patches()}
+        present = {p.seam for p in self.patches({n: self._examples[n] for n in self.needs})}
         return tuple(s for s in Seam if s in present)
 
 
@@ -279,6 +316,16 @@ def _kind(default: Any) -> str | None:
     """What a parameter takes, told by its default; None: anything."""
     kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     return kinds.get(type(default))
+
+
+#: By annotation: values of parameters that have no default, to check and to build by.
+_EXAMPLES: dict[str, Any] = {"str": "text", "int": 1, "float": 1.0, "bool": True}
+
+
+def _annotated(parameter: inspect.Parameter) -> str:
+    """The annotation's name, written as text or not."""
+    annotation = parameter.annotation
+    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
 
 
 def _fits(value: Any, default: Any) -> bool:
@@ -296,6 +343,7 @@ def mitigation(
     diagnostic: bool = False,
     changes_unit: bool = False,
     after_norm: bool = False,
+    needs: Sequence[str] = (),
 ) -> Callable[[Callable[..., Built]], Mitigation]:
     """Declare a mitigation; every parameter of the decorated function needs a default.
 
@@ -303,13 +351,25 @@ def mitigation(
     ``changes_unit``: it changes the unit of the loss (denominator, aggregation, global scale), so
     it is also judged by ``ratio_scaled``. ``after_norm``: it acts after the norm (clipping,
     skipping), returns an :class:`AfterNorm` (or nothing: the run's own clip) instead of patches,
-    and is judged ``not_applicable``.
+    and is judged ``not_applicable``. ``needs`` names the parameters that have no default (text,
+    numbers, true or false, by their annotation), since no value suits every case.
     """
 
     def wrap(build: Callable[..., Built]) -> Mitigation:
-        for parameter in inspect.signature(build).parameters.values():
-            if parameter.default is inspect.Parameter.empty:
-                raise PatchError(f"mitigation {slug}: parameter {parameter.name} has no default")
+        parameters = inspect.signature(build).parameters
+        for parameter in parameters.values():
+            if (parameter.default is inspect.Parameter.empty) != (parameter.name in needs):
+                has = "a default, though" if parameter.name in needs else "no default, and"
+                named = "names it" if parameter.name in needs else "does not name it"
+                told = f"parameter {parameter.name} has {has} needs {named}"
+                raise PatchError(f"mitigation {slug}: {told}")
+        for name in needs:
+            if name not in parameters or _annotated(parameters[name]) not in _EXAMPLES:
+                kinds = ", ".join(_EXAMPLES)
+                raise PatchError(
+                    f"mitigation {slug}: needs: found {name!r}, expected a parameter annotated as "
+                    f"one of {kinds}"
+                )
         return Mitigation(
             slug=slug,
             family=family,
@@ -319,6 +379,7 @@ def mitigation(
             changes_unit=changes_unit,
             build=build,
             after_norm=after_norm,
+            needs=tuple(needs),
         )
 
     return wrap

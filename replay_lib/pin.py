@@ -20,7 +20,7 @@ from replay_lib.case_files import write_expected
 from replay_lib.errors import CaseError, UsageError, fault
 from replay_lib.expectations import check_expected
 from replay_lib.expected import Expected
-from replay_lib.methods import load_methods
+from replay_lib.methods import callable_alone, left_out, load_methods
 from replay_lib.record.baselines import files_in, read_document
 from replay_lib.record.drift import compared, environment_of
 from replay_lib.record.result import Result
@@ -89,6 +89,7 @@ class Pinned:
     changes: tuple[Change, ...]
     refused: tuple[Refusal, ...]
     written: bool
+    left_out: str = ""  # the registered methods that were not tried, told
 
     @property
     def held(self) -> tuple[Change, ...]:
@@ -107,6 +108,8 @@ def pin(
 ) -> Pinned:
     """Replay ``labels`` (none given: all registered methods and what the case expects already).
 
+    A registered method that needs a parameter is left out, unless the case expects something of it.
+
     Raises CaseError where ``directory`` holds no case or its baseline does not reproduce the
     spike. Methods that the case cannot take are refused one by one and keep what they had.
     """
@@ -115,14 +118,15 @@ def pin(
         raise UsageError("pin: a part of the ranks is a diagnostic; pin what all of them give")
     methods = load_methods(options.mitigations)
     check_expected(case, methods)
-    asked = list(labels) or list(dict.fromkeys([*case.expected, *methods]))
+    asked = list(labels) or list(dict.fromkeys([*case.expected, *callable_alone(methods)]))
     replayed = replay_case(case, parse_experiments(asked, "baseline", methods), options, tell)
     _require_baseline(case, replayed)
     changes = tuple(_change(case, result, wish) for result in replayed.results[1:])
     found = {c.experiment: c.after.plain() for c in changes if c.after != c.before}
     if write and found:
         write_expected(directory, found)
-    return Pinned(case.name, changes, replayed.refused, write and bool(found))
+    without = "" if labels else left_out(methods)
+    return Pinned(case.name, changes, replayed.refused, write and bool(found), without)
 
 
 def _case(directory: Path) -> Case:

@@ -10,7 +10,7 @@ import pytest
 from replay_lib.case import Case, discover
 from replay_lib.errors import CaseError, SpikeReplayError, UsageError, fault
 from replay_lib.expectations import check_expected
-from replay_lib.methods import load_methods
+from replay_lib.methods import callable_alone, load_methods
 from replay_lib.patch import Mitigation
 
 Known = tuple[list[Case], dict[str, Mitigation]]
@@ -43,8 +43,8 @@ def methods_of(config: pytest.Config) -> dict[str, Mitigation]:
 
 
 def labels_of(config: pytest.Config, case: Case) -> set[str]:
-    """The registered methods and what ``case`` lists: what it can have baselines of."""
-    return {*methods_of(config), *case.expected}
+    """The methods that need no parameter and what ``case`` lists: what it can have baselines of."""
+    return {*callable_alone(methods_of(config)), *case.expected}
 
 
 def _known(config: pytest.Config) -> Known:

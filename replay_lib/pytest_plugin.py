@@ -25,6 +25,7 @@ import pytest
 from replay_lib.case import Case
 from replay_lib.engine.layout import AUTO
 from replay_lib.errors import SpikeReplayError
+from replay_lib.methods import left_out
 from replay_lib.pytest_cases import cases_of, check_named, methods_of, no_case, params_of
 from replay_lib.pytest_run import LINES, RunKeeper, ShardSelection, results_folder, shard_of
 from replay_lib.record.result import Result, SideEffect
@@ -293,6 +294,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     reports = [report for found in stats.values() for report in found]
     lines = summary_lines(results_in(reports))
     lines += terminalreporter.config.stash.get(LINES, [])
+    if lines and (without := left_out(methods_of(terminalreporter.config))):
+        lines.append(without)
     lines += caseless_lines(stats, no_case(terminalreporter.config))
     if lines:
         terminalreporter.section("spike replay")

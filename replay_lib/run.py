@@ -8,6 +8,7 @@ that they share; that forward is another than the other baselines', so both pass
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -61,6 +62,7 @@ class ReplayOptions:
     trainer_path: tuple[Path, ...] = ()  # the only places that module:factory may come from
     repeats: int = LEAST_REPEATS
     backend: str = NATIVE
+    paths_from: Path | None = None  # None: a case's directory, without a case the current one
 
     def __post_init__(self) -> None:
         if self.repeats < LEAST_REPEATS:
@@ -132,7 +134,15 @@ def open_engine(snapshot: Path, options: ReplayOptions) -> Engine:
         mitigations=options.mitigations,
         trainer=options.trainer or GRPO,
         trainer_path=options.trainer_path,
+        paths_from=options.paths_from or Path(),
     )
+
+
+def beside_case(case: Case, options: ReplayOptions) -> ReplayOptions:
+    """``options`` with relative paths of methods starting at the case's directory."""
+    if options.paths_from is not None or case.file is None:
+        return options
+    return dataclasses.replace(options, paths_from=case.file.parent)
 
 
 def recorded_of(snapshot: Path) -> Recorded:
@@ -193,6 +203,7 @@ class OpenCase:
             )
         case.require()
         known = load_methods(options.mitigations) if methods is None else methods
+        options = beside_case(case, options)
         quiet = _quiet_of(case, options, known)
         return cls(case, options, recorded_of(case.snapshot), known, quiet)
 

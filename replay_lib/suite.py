@@ -12,6 +12,7 @@ from replay_lib.engine.layout import AUTO, Layout
 from replay_lib.engine.machine import cuda_devices
 from replay_lib.engine.protocol import Experiment
 from replay_lib.errors import CaseError, EngineError, SpikeReplayError, fault
+from replay_lib.methods import callable_alone
 from replay_lib.patch import Mitigation
 from replay_lib.quiet import REFUSALS
 from replay_lib.record.baselines import file_of, read_document
@@ -127,9 +128,10 @@ def missing_device(needs: Needs, device: str, at_least: int) -> str | None:
 
 
 def mitigation_labels(methods: Mapping[str, Mitigation], cases: Sequence[Case]) -> list[str]:
-    """Every registered slug, then the combinations and parameters that some case expects."""
+    """Every slug that needs no parameter, then the combinations and parameters of some case."""
+    alone = callable_alone(methods)
     stated = {label for case in cases for label in case.expected}
-    return [*methods, *sorted(stated - set(methods) - {"baseline"})]
+    return [*alone, *sorted(stated - set(alone) - {"baseline"})]
 
 
 def checked(result: Result, case: Case, *, compare: bool, digest: bool) -> Result:

@@ -43,7 +43,7 @@ from replay_lib.errors import SpikeReplayError, UsageError
 from replay_lib.exit_codes import ExitCode
 from replay_lib.expectations import check_expected
 from replay_lib.listing import describe_methods, describe_snapshot
-from replay_lib.methods import load_methods
+from replay_lib.methods import callable_alone, left_out, load_methods
 from replay_lib.record.results_file import append_results, check_results_file, read_results
 from replay_lib.run import (
     LEAST_REPEATS,
@@ -178,7 +178,10 @@ def sweep(
         repeats=repeats,
         backend=backend,
     )
-    chosen = methods or list(load_methods(options.mitigations))
+    known = load_methods(options.mitigations)
+    if not methods and not json and left_out(known):
+        stdout().print(left_out(known), markup=False)
+    chosen = methods or callable_alone(known)
     if limit is None:
         _replay(case, chosen, against, options, results=results, json=json)
     opened, experiments = _checked(case, chosen, against, options, results)

@@ -58,7 +58,7 @@ def pin(
             print_error(refusal.error.code, str(refusal.error), as_json=False)
         for line in _held(pinned, case):
             stdout().print(line, soft_wrap=True)
-        stdout().print(_said(pinned, dry_run))
+        stdout().print("\n".join(filter(None, [pinned.left_out, _said(pinned, dry_run)])))
     raise typer.Exit(_exit_code(pinned))
 
 
@@ -101,6 +101,7 @@ def _document(pinned: Pinned) -> dict[str, Any]:
     return {
         "case": pinned.case,
         "written": pinned.written,
+        "left_out": pinned.left_out or None,
         "expected": [
             {
                 "experiment": one.experiment,

@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from replay_lib.batch import ROW_COLUMNS, TOKEN_COLUMNS, RankBatch
+from replay_lib.engine.checkpoint import Elsewhere, Weights, nowhere
 from replay_lib.engine.columns import unchanged_as_given
 from replay_lib.engine.inputs import RankInput
 from replay_lib.engine.model import LiveModel
@@ -211,10 +213,15 @@ def _describe(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def patched_model(model: LiveModel, patched: Patched) -> Iterator[dict[Seam, int]]:
+def patched_model(
+    model: LiveModel, patched: Patched, elsewhere: Elsewhere = nowhere
+) -> Iterator[dict[Seam, int]]:
     """Weights and model fields changed inside the block; yields what was touched by both."""
+    own = model.parameters()
+    others = model.buffers() if patched.weights else {}
+    counted = _counted(model)
     with (
-        patched_weights(model.parameters(), patched.weights, _counted(model)) as weights,
+        patched_weights(own, patched.weights, counted, elsewhere, others) as weights,
         patched_fields(model, patched.model) as fields,
     ):
         counts = {Seam.WEIGHTS: weights, Seam.MODEL: fields}
@@ -256,28 +263,33 @@ def patched_weights(
     parameters: Mapping[str, Tensor],
     patches: Sequence[Patch],
     counted: Collection[str] | None = None,
+    elsewhere: Elsewhere = nowhere,
+    buffers: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Iterator[int]:
     """Replace parameters inside the block; yields how many elements differ.
 
-    ``counted`` are the parameters whose changes count on this rank (None: all).
+    ``counted`` are the parameters whose changes count on this rank (None: all). ``elsewhere``
+    reads a checkpoint for a patch that asks for it, and that may hold ``buffers`` too.
     """
+    targets = {**parameters, **buffers}
     saved: dict[str, Tensor] = {}
     touched = 0
     try:
         for patch in patches:
-            view = {name: p.detach().clone() for name, p in parameters.items()}
+            own = {name: p.detach().clone() for name, p in parameters.items()}
+            view = Weights(own, elsewhere)
             replaced = patch(view)
             if not isinstance(replaced, dict):
                 raise PatchError(
                     f"a weights patch must return a dict of tensors, not {_describe(replaced)}"
                 )
             for name, value in replaced.items():
-                changed = _replace_weight(parameters, saved, name, value)
+                changed = _replace_weight(targets, saved, name, value)
                 touched += changed if counted is None or name in counted else 0
         yield touched
     finally:
         for name, value in saved.items():
-            parameters[name].data.copy_(value)
+            targets[name].data.copy_(value)
 
 
 def _replace_weight(

@@ -76,6 +76,7 @@ class OpenRequest(Frozen):
 
     ``rows``: recorded (rows that are prefix trees as the trainer packed them), merged (the same,
     but refused where no row is one) or unmerged (one row a path).
+    Relative paths that methods are given start at ``paths_from``.
     ``layout`` holds the sizes of a :class:`Layout`, 1 where an axis is not named.
     """
 
@@ -88,6 +89,7 @@ class OpenRequest(Frozen):
     mitigations: tuple[str, ...] = ()
     trainer: str = GRPO
     trainer_path: tuple[str, ...] = ()
+    paths_from: str = "."
     python_path: tuple[str, ...] = ()
 
 
@@ -171,6 +173,7 @@ def load(request: OpenRequest, comm: Comm, watch: Stopwatch) -> tuple[Loaded, Se
         rows="unmerged" if request.rows == "unmerged" else "merged",
         pieces=tuple(pieces),
         counted=counted_here(model),
+        paths_from=Path(request.paths_from),
         auxiliary=auxiliary_scale(layout, snapshot.parallel),
     )
     watch.lap("batches")

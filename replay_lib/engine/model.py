@@ -46,6 +46,10 @@ class LiveModel:
         """
         return {self.whole_name(name): p for name, p in self.module.named_parameters()}
 
+    def buffers(self) -> dict[str, Tensor]:
+        """This rank's buffers (a router's expert bias, say), named as parameters are."""
+        return {self.whole_name(name): b for name, b in self.module.named_buffers()}
+
     def whole_name(self, name: str) -> str:
         """A module name of this pipeline stage as it would be in the whole model."""
         if name == "output_layer.weight" and self.tied_copy:

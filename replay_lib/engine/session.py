@@ -67,6 +67,7 @@ class ReplaySession:
         mitigations: Sequence[Path | str] = (),
         trainer: str = GRPO,
         trainer_path: Sequence[Path | str] = (),
+        paths_from: Path | str = ".",
         start_timeout_s: float = START_TIMEOUT_S,
         silence_timeout_s: float = SILENCE_TIMEOUT_S,
         worker_module: str = WORKER,
@@ -81,7 +82,8 @@ class ReplaySession:
         ``engine/auto_layout.py``). ``mitigations``: directories beside the built-in one.
         ``trainer``: whose loss is replayed, grpo, axrl or module:factory; the worker alone imports
         it. ``trainer_path``: where module:factory has to come from, before all other places; by
-        default wherever Python finds it. Raises the error that the worker met, or EngineError.
+        default wherever Python finds it. ``paths_from``: where relative paths that methods are
+        given start. Raises the error that the worker met, or EngineError.
         """
         on = check_before_start(snapshot, device=device, rows=rows, trainer=trainer)
         chosen = resolve_layout(layout, Path(snapshot).resolve(), on, precision, dp_ranks)
@@ -96,6 +98,7 @@ class ReplaySession:
             "mitigations": [str(Path(m).resolve()) for m in mitigations],
             "trainer": trainer,
             "trainer_path": [str(Path(p).resolve()) for p in trainer_path],
+            "paths_from": str(Path(paths_from).resolve()),
             "python_path": [p or str(Path.cwd()) for p in sys.path],
         }
         return cls.start(

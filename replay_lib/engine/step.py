@@ -11,7 +11,9 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from replay_lib.batch import RankBatch
 from replay_lib.engine.agreement import Report, agree, made_of_model, reporting
 from replay_lib.engine.apply import Patched, patched_model, refused_by_model, try_router
 from replay_lib.engine.auxiliary import auxiliary_losses
+from replay_lib.engine.checkpoint import read_checkpoint
 from replay_lib.engine.columns import Shared, apart, rows_on_device
 from replay_lib.engine.comm import Comm
 from replay_lib.engine.cosine import Unpatched, cosine_to
@@ -48,6 +51,7 @@ class Loaded:
 
     ``micro`` holds merged rows as trees, ``unmerged`` the same micro-batches with one row a path
     (empty where no row is merged). ``rows`` says which of them the session replays by itself.
+    ``paths_from`` is where relative paths of methods start.
     """
 
     model: LiveModel
@@ -62,6 +66,7 @@ class Loaded:
     rows: str = "merged"
     pieces: tuple[Slice, ...] = ()  # where this rank's parameters lie in the whole ones
     counted: frozenset[str] | None = None  # parameters that this rank counts; None: all
+    paths_from: Path = Path()
     auxiliary: float = 1.0  # factor of auxiliary losses, see auxiliary_scale
 
     def micro_batches(self, rows: str) -> tuple[MicroBatch, ...]:
@@ -159,9 +164,10 @@ def _enter_model(
     """Put the patches of weights and model fields on until ``stack`` ends; what they touched."""
     if not (patched.weights or patched.model):
         return stack.enter_context(patched_model(loaded.model, patched))
+    elsewhere = partial(read_checkpoint, loaded.model, loaded.comm, loaded.paths_from)
     report, touched = Report(patched.methods), {}
     with reporting(report):
-        touched = stack.enter_context(patched_model(loaded.model, patched))
+        touched = stack.enter_context(patched_model(loaded.model, patched, elsewhere))
         if loaded.comm.world > 1:
             if patched.model:  # refused here or, with the other ranks waiting, in the forward pass
                 with refused_by_model(patched):

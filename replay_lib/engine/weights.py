@@ -112,8 +112,14 @@ def vocab_rows(index: Metadata, where: Path) -> int:
 Gather = Callable[[Any], list[Any]]  # a plain value of every rank, on every rank
 
 
+CHECK_RUN = "Check run_config.yaml against the run, or the snapshot against its source"
+
+
 def load_weights(
-    module: torch.nn.Module, checkpoint: Path, gather: Gather = lambda value: [value]
+    module: torch.nn.Module,
+    checkpoint: Path,
+    gather: Gather = lambda value: [value],
+    then: str = CHECK_RUN,
 ) -> list[Slice]:
     """Fill ``module`` from the checkpoint in ``checkpoint``; returns the slices it is made of.
 
@@ -121,7 +127,7 @@ def load_weights(
     misshapen tensor is one WeightsError that names all of them. ``gather`` brings the names of all
     ranks together where the module is a shard (``Comm.gather``); each rank reads its own slices,
     whatever layout wrote them. Values are cast to the model's dtype where it differs (float32
-    replay of bfloat16 weights).
+    replay of bfloat16 weights). ``then``: what to do where they differ.
     """
     reader = SafeReader(checkpoint)
     index = reader.read_metadata()
@@ -131,7 +137,7 @@ def load_weights(
         if isinstance(entry, TensorStorageMetadata) and not key.startswith(NOT_MODEL)
     }
     slices = [_renamed(piece, saved) for piece in model_slices(module)]
-    _compare(gather({piece.key: tuple(piece.whole) for piece in slices}), saved, checkpoint)
+    _compare(gather({piece.key: tuple(piece.whole) for piece in slices}), saved, checkpoint, then)
     plan = _Planner(slices)
     reader.set_up_storage_reader(index, is_coordinator=True)
     with torch.no_grad():
@@ -150,7 +156,10 @@ def _renamed(piece: Slice, saved: Mapping[str, Any]) -> Slice:
 
 
 def _compare(
-    shards: list[dict[str, tuple[int, ...]]], saved: Mapping[str, tuple[int, ...]], where: Path
+    shards: list[dict[str, tuple[int, ...]]],
+    saved: Mapping[str, tuple[int, ...]],
+    where: Path,
+    then: str,
 ) -> None:
     wanted = {key: shape for shard in shards for key, shape in shard.items()}
     problems = [f"missing in the checkpoint: {key}" for key in sorted(wanted.keys() - saved.keys())]
@@ -164,7 +173,7 @@ def _compare(
         raise WeightsError(
             f"{where}: checkpoint and model differ, nothing was replayed: "
             + "; ".join(problems)
-            + ". Check run_config.yaml against the run, or the snapshot against its source."
+            + f". {then}."
         )
 
 

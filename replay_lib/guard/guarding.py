@@ -33,6 +33,7 @@ from replay_lib.run import (
     ReplayOptions,
     Step,
     Tell,
+    beside_case,
     open_engine,
     parse_experiments,
     replay_case,
@@ -141,7 +142,7 @@ def _guard_case(
 def _gradients(
     case: Case, experiments: Sequence[Experiment], options: ReplayOptions, home: Path
 ) -> list[Path]:
-    engine = open_engine(case.snapshot, options)
+    engine = open_engine(case.snapshot, beside_case(case, options))
     try:
         return save_gradients(engine, experiments, home)
     finally:

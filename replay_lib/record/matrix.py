@@ -52,7 +52,7 @@ def read_matrix(cases: Sequence[Case], methods: Mapping[str, Mitigation]) -> Mat
         told = "no environment of which all have baselines"
         raise CaseError(fault(names, "baselines", told, "one at least", UPDATE))
     first = common[0]
-    order = sorted(methods.values(), key=lambda m: (m.family, m.slug))
+    order = sorted((m for m in methods.values() if not m.needs), key=lambda m: (m.family, m.slug))
     return Matrix(
         cases=tuple(cases),
         documents=tuple(own[first] for own in found),

@@ -7,14 +7,16 @@ import pytest
 from replay_lib.case import Case, builtin_cases
 from replay_lib.engine.protocol import Experiment, Outcome
 from replay_lib.engine.session import ReplaySession
-from replay_lib.methods import load_methods
+from replay_lib.methods import callable_alone, load_methods
 from replay_lib.patch import Seam
 from replay_lib.rule import Verdict
 
 pytestmark = pytest.mark.xdist_group("engine-plain")
 
 BASELINE = Experiment.baseline()
-METHODS = load_methods()
+REGISTERED = load_methods()
+#: One that needs a parameter has a test of its own.
+METHODS = {slug: REGISTERED[slug] for slug in callable_alone(REGISTERED)}
 #: Verdicts of methods under which the gradient is the baseline's to the last bit.
 IDLE = {Verdict.NO_OP, Verdict.NOT_APPLICABLE}
 #: What is touched in the embedded snapshot: 263 tokens with routes in each of 4 MoE layers, 133 of

@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from replay_lib.batch import RankBatch
+from replay_lib.engine.checkpoint import Weights
 from replay_lib.engine.protocol import MitigationCall, Retained
 from replay_lib.errors import PatchError
 from replay_lib.loss import GrpoSettings
@@ -157,12 +158,14 @@ NORMS = Norms(
 def outcome(patch: Patch) -> object:
     """What a patch does to a sample of its seam, as something comparable."""
     batch = sample_batch()
-    if patch.seam is Seam.SETTINGS:
-        return patch.apply(GrpoSettings())
-    if patch.seam is Seam.MODEL:
-        return patch.apply({})
-    if patch.seam is Seam.ROWS:
-        return patch.apply("merged")
+    whole = {
+        Seam.SETTINGS: GrpoSettings(),
+        Seam.MODEL: {},
+        Seam.WEIGHTS: Weights({}, lambda path: {"read": path}),
+        Seam.ROWS: "merged",
+    }
+    if patch.seam in whole:
+        return patch.apply(whole[patch.seam])
     if patch.seam is Seam.BATCH:
         after = patch.apply(batch)
         columns = (after.advantage, after.loss_mask, after.column("rollout_logprobs"))
@@ -188,7 +191,8 @@ def test_the_patch_on_the_card_runs_and_does_what_the_method_does(slug):
         assert shown(NORMS) == METHODS[slug].answer()(NORMS) != NORMS.norm
         return
     assert isinstance(shown, Patch)
-    (built,) = METHODS[slug].patches()
+    needed = {name: names[name] for name in METHODS[slug].needs}  # the card states an example
+    (built,) = METHODS[slug].patches(needed)
     assert shown.seam is built.seam
     assert outcome(shown) == outcome(built)
 
