@@ -10,8 +10,8 @@ import pytest
 
 from replay_lib.engine.protocol import MitigationCall
 from replay_lib.errors import PatchError, did_you_mean
-from replay_lib.methods import builtin_dir, find, load_methods, resolve
-from replay_lib.patch import Seam
+from replay_lib.methods import builtin_dir, callable_alone, find, left_out, load_methods, resolve
+from replay_lib.patch import Seam, mitigation, settings_patch
 
 BUILT_IN = [
     "balance-negative-advantages",
@@ -288,6 +288,47 @@ def test_a_parameter_of_any_kind_is_finite(user_module):
 def test_a_users_function_needs_defaults_too(user_module):
     with pytest.raises(PatchError, match=r"my_methods_for_tests:needs: parameter clip has no def"):
         find(f"{user_module}:needs", {})
+
+
+def declared(build, needs=("path",)):
+    declare = mitigation(slug="s", family="f", summary="s", source="s", needs=needs)
+    return declare(build)
+
+
+def test_a_method_may_need_a_parameter():
+    def build(path: str, share: float = 0.5):
+        return settings_patch(at=path, share=share)
+
+    method = declared(build)
+    assert (method.needs, method.defaults) == (("path",), {"share": 0.5})
+    assert method.usage == "s:path=PATH"
+    assert method.seams == (Seam.SETTINGS,)
+    (patch,) = method.patches({"path": "x"})
+    assert patch.apply(Settings()) == {"at": "x", "share": 0.5}
+    assert callable_alone({"s": method}) == [] and left_out({}) == ""
+    with pytest.raises(PatchError, match=r"^mitigation s: found no path, which it needs; write s:"):
+        method.patches()
+
+
+def test_what_it_needs_has_no_default_and_is_declared():
+    def none(path: str):
+        return settings_patch(at=path)
+
+    def some(path: str = "x"):
+        return settings_patch(at=path)
+
+    def unknown(path):
+        return settings_patch(at=path)
+
+    for build, needs, told in (
+        (none, (), "parameter path has no default, and needs does not name it"),
+        (some, ("path",), "parameter path has a default, though needs names it"),
+        (unknown, ("path",), "needs: found 'path', expected a parameter annotated as one of str"),
+        (some, ("other",), "needs: found 'other', expected a parameter annotated as one of str"),
+    ):
+        with pytest.raises(PatchError) as caught:
+            declared(build, needs)
+        assert str(caught.value).startswith(f"mitigation s: {told}")
 
 
 @pytest.mark.parametrize(("name", "found"), [("absent", "nothing"), ("number", "int")])
