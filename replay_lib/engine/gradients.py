@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,19 +42,20 @@ class GradientBuffers:
 
 
 class GradientCollector:
-    """Moves each parameter's gradient into the buffers that are current, as soon as it is ready."""
+    """Adds each parameter's gradient to all buffers that are current, as soon as it is ready."""
 
     def __init__(self, module: nn.Module, groups: Groups | None = None) -> None:
         self.groups = groups or Groups()
         self.parameters = ordered_parameters(module, self.groups)
-        self.current: GradientBuffers | None = None
+        self.current: Sequence[GradientBuffers] = ()
         for name, parameter in self.parameters.items():
             parameter.register_post_accumulate_grad_hook(self._hook(name))
 
     def _hook(self, name: str) -> Callable[[Tensor], None]:
         def collect(parameter: Tensor) -> None:
-            assert self.current is not None and parameter.grad is not None
-            self.current.views[name].add_(parameter.grad)
+            assert self.current and parameter.grad is not None
+            for buffers in self.current:
+                buffers.views[name].add_(parameter.grad)
             parameter.grad = None
 
         return collect

@@ -192,11 +192,16 @@ def _replay_references(replayer: Replayer, experiments: Sequence[Experiment]) ->
 def _replay_group(replayer: Replayer, group: Sequence[_Job]) -> Iterator[Outcome]:
     start = time.perf_counter()
     variants: list[Variant] = []
+    known: set[str] = set()
     for job in group:
-        variants.append(new_variant(replayer.loaded, job.patched))
+        # a baseline, or an experiment that is asked for again, shows whether replays repeat
+        again = not job.experiment.mitigations or job.experiment.name in known
+        known.add(job.experiment.name)
+        variants.append(new_variant(replayer.loaded, job.patched, alone=again))
         if job.forward:
             base = replayer.baseline_log_prob
-            variants.append(new_variant(replayer.loaded, job.patched, carried_from=base))
+            other = new_variant(replayer.loaded, job.patched, carried_from=base, alone=again)
+            variants.append(other)
     finished = iter(run_variants(replayer.loaded, variants, unpatched=replayer.unpatched))
     seconds = (time.perf_counter() - start) / len(group)
     _share_moves(group)

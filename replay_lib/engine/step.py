@@ -22,6 +22,7 @@ from replay_lib.batch import RankBatch
 from replay_lib.engine.agreement import Report, agree, made_of_model, reporting
 from replay_lib.engine.apply import Patched, patched_model, refused_by_model, try_router
 from replay_lib.engine.auxiliary import auxiliary_losses
+from replay_lib.engine.backwards import Asked, distinct
 from replay_lib.engine.checkpoint import read_checkpoint
 from replay_lib.engine.columns import Shared, apart, rows_on_device
 from replay_lib.engine.comm import Comm
@@ -79,6 +80,7 @@ class Variant:
     """One backward of a group: an experiment's patches with stored or carried old log-probs.
 
     ``carried_from``: per rank the baseline's log-probabilities [B, T]; None for stored ones.
+    ``alone``: its backwards are its own, though another's may be bit-equal.
     ``report`` is what its token weights and its loss have to tell the other ranks; with an error in
     it the rest of the step adds nothing.
     """
@@ -88,6 +90,7 @@ class Variant:
     signals: Signals
     report: Report
     carried_from: tuple[Tensor, ...] | None = None
+    alone: bool = False
     log_prob: tuple[Tensor, ...] | None = None  # filled where somebody asks for it
     loss: float = 0.0
     denominator: float = 0.0
@@ -118,6 +121,7 @@ def new_variant(
     patched: Patched,
     *,
     carried_from: tuple[Tensor, ...] | None = None,
+    alone: bool = False,
     keep_log_prob: bool = False,
 ) -> Variant:
     """An empty variant, with its own gradient buffers."""
@@ -128,6 +132,7 @@ def new_variant(
         signals=Signals.empty(patched.batches),
         report=Report(patched.methods),
         carried_from=carried_from,
+        alone=alone,
         log_prob=tuple(torch.zeros(s) for s in shapes) if keep_log_prob else None,
         touched=dict(patched.touched),
     )
@@ -186,11 +191,20 @@ def _one_micro_batch(loaded: Loaded, micro: MicroBatch, variants: Sequence[Varia
     out = forward(loaded.model, micro, routes, first.settings, release)
     shared: Shared = {}
     with auxiliary_losses(0.0 if micro.idle else loaded.auxiliary):
-        for number, variant in enumerate(variants):
-            grads = _gradients_or_zeros(loaded, micro, variant, out, shared)
-            loaded.collector.current = variant.buffers
-            backward(loaded.model, micro, out, grads, keep=number + 1 < len(variants))
-    loaded.collector.current = None
+        work = distinct(_asked(loaded, micro, v, out, shared) for v in variants)
+        for number, one in enumerate(work):
+            loaded.collector.current = one.buffers
+            backward(loaded.model, micro, out, one.grads, keep=number + 1 < len(work))
+    loaded.collector.current = ()
+
+
+def _asked(
+    loaded: Loaded, micro: MicroBatch, variant: Variant, out: Forward, shared: Shared
+) -> Asked:
+    grads = _gradients_or_zeros(loaded, micro, variant, out, shared)
+    # ranks take part in each other's backwards, and what is equal on one may differ on another
+    alone = variant.alone or loaded.comm.world > 1
+    return Asked(grads, variant.buffers, alone)
 
 
 def _release(loaded: Loaded, variants: Sequence[Variant]) -> Release:
@@ -340,7 +354,7 @@ def bare_pass(loaded: Loaded) -> float:
     What a replay is compared with: no experiment can be cheaper with its own forward.
     """
     buffers = loaded.collector.new_buffers()
-    loaded.collector.current = buffers
+    loaded.collector.current = (buffers,)
     start = time.perf_counter()
     for micro in loaded.micro_batches(loaded.rows):
         routes = None
@@ -351,5 +365,5 @@ def bare_pass(loaded: Loaded) -> float:
         backward(loaded.model, micro, out, (torch.ones_like(out.log_prob), None), keep=False)
     if loaded.model.device.type == "cuda":
         torch.cuda.synchronize()
-    loaded.collector.current = None
+    loaded.collector.current = ()
     return time.perf_counter() - start

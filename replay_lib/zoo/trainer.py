@@ -89,7 +89,7 @@ class Trainer:
         self, batch: RankBatch, settings: GrpoSettings, loss: Loss, *, replay: bool
     ) -> float:
         self.buffers.flat.zero_()
-        self.collector.current = self.buffers
+        self.collector.current = (self.buffers,)
         rank = self._input(batch, replay=replay)
         total = 0.0
         for micro in micro_batches([rank], self.model.device):
@@ -98,7 +98,7 @@ class Trainer:
             scaled, denominator = loss(micro, out)
             scaled.backward()  # type: ignore[no-untyped-call]
             total += denominator
-        self.collector.current = None
+        self.collector.current = ()
         if total > 0:
             self.buffers.scale(1.0 / total)
         return measure(self.buffers, {}).norm

@@ -22,7 +22,7 @@ def test_gradients_of_several_backwards_are_summed_in_float32():
     module = nn.Linear(3, 2, dtype=torch.bfloat16)
     collector = GradientCollector(module)
     buffers = collector.new_buffers()
-    collector.current = buffers
+    collector.current = (buffers,)
     x = torch.ones(1, 3, dtype=torch.bfloat16)
     for _ in range(300):  # bfloat16 cannot count beyond 256
         module(x).sum().backward()

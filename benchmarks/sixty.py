@@ -1,0 +1,75 @@
+"""The sixty experiments that ``sweep60.py`` times, fixed by name and parameters.
+
+40 change only the loss, 12 where saved routes are forced, 8 are what is left: the model's fields,
+how rows are packed, answers after the norm. No two are the same method with the same parameters.
+"""
+
+from __future__ import annotations
+
+LOSS_ONLY = (
+    "add-entropy-control",
+    "add-entropy-control:alpha=0.01",
+    "add-kl-to-reference",
+    "balance-negative-advantages",
+    "balance-negative-advantages:scale_up=true",
+    "centre-advantages",
+    "clip-advantages",
+    "clip-advantages:bound=0.5",
+    "clip-rollout-log-ratio",
+    "clip-rollout-log-ratio:bound=0.02",
+    "enable-token-mismatch-tis-above-one",
+    "enable-token-mismatch-tis-above-one:clip_max=1.1",
+    "enable-token-mismatch-tis-below-one",
+    "enable-token-mismatch-tis-max2",
+    "enable-token-mismatch-tis-max2:clip_max=1.2",
+    "enable-token-mismatch-tis-max5",
+    "mask-duplicated-rows",
+    "mask-improbable-rows",
+    "mask-improbable-rows:nats=1.0",
+    "mask-improbable-tokens",
+    "mask-improbable-tokens:nats=2.0",
+    "mask-long-rows",
+    "mask-rows-by-advantage",
+    "mask-sequences-by-mismatch",
+    "mask-tokens-by-icepop",
+    "mask-tokens-by-icepop:low=0.9,high=1.1",
+    "normalise-advantages",
+    "tighten-dual-clip",
+    "tighten-ratio-clip",
+    "tighten-ratio-clip:low=0.02,high=0.02",
+    "use-grpo-loss",
+    "use-gspo-loss",
+    "use-kimi-loss",
+    "use-old-logprobs-as-ratio-base",
+    "use-rollout-logprobs-as-ratio-base",
+    "use-sequence-denominator",
+    "use-sequence-mean-aggregation",
+    "use-tis-loss",
+    "use-topr-loss",
+    "veto-sequences-by-token-mismatch",
+)
+ROUTING = (
+    "disable-routing-replay",
+    "replay-r3-on-loss-tokens-only",
+    "replay-r3-on-prompt-tokens-only",
+    "use-current-routing-at-turn-borders",
+    "use-current-routing-at-turn-borders:width=2",
+    "use-current-routing-at-turn-borders:width=4",
+    "use-current-routing-for-first-moe-layer",
+    "use-current-routing-from-moe-layer",
+    "use-current-routing-on-disagreement:margin=0.05",
+    "use-current-routing-on-disagreement:margin=0.1",
+    "use-current-routing-on-disagreement",
+    "use-current-routing-on-disagreement:margin=0.4",
+)
+OTHERS = (
+    "add-load-balancing-loss",
+    "add-router-z-loss",
+    "compute-router-in-float64",
+    "disable-router-losses",
+    "use-sigmoid-router-scores",
+    "disable-merged-forward",
+    "adagc",
+    "zclip",
+)
+SIXTY = (*LOSS_ONLY, *ROUTING, *OTHERS)

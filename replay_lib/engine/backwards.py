@@ -1,0 +1,48 @@
+"""Which experiments of one forward need a backward of their own: one question has one answer.
+
+Many methods leave a step's loss as it is, or change it in the same way: what they ask of the
+log-probabilities is then equal bit for bit, and so is the gradient that a backward gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from replay_lib.engine.gradients import GradientBuffers
+
+#: Gradients of log-probabilities and entropies, ``[B, T]`` float32 (None: none is asked for).
+Grads = tuple[Tensor, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one experiment asks of a micro-batch's backward; ``alone``: it gets one of its own."""
+
+    grads: Grads
+    buffers: GradientBuffers
+    alone: bool
+
+
+@dataclass
+class Backward:
+    """One backward, and everybody whose gradient it is."""
+
+    grads: Grads
+    buffers: list[GradientBuffers] = field(default_factory=list)
+
+
+def distinct(asked: Iterable[Asked]) -> list[Backward]:
+    """One backward for all that ask bit-equal things, in the order of first appearance."""
+    found: dict[object, Backward] = {}
+    for number, one in enumerate(asked):
+        key: object = number if one.alone else _bits(one.grads)
+        found.setdefault(key, Backward(one.grads)).buffers.append(one.buffers)
+    return list(found.values())
+
+
+def _bits(grads: Grads) -> tuple[bytes | None, ...]:
+    # bits, not values: a NaN equals nothing, and of two zeros one may be negative
+    return tuple(None if g is None else g.detach().cpu().numpy().tobytes() for g in grads)

@@ -1,0 +1,57 @@
+"""One backward serves all that ask bit-equal things of it, and nobody else."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from replay_lib.engine.backwards import Asked, distinct
+from replay_lib.engine.gradients import GradientCollector, digest
+
+ONES = torch.ones(2, 3)
+
+
+def shared(*asked: tuple[Tensor, Tensor | None, bool]) -> list[list[int]]:
+    """Who goes with whom."""
+    collector = GradientCollector(nn.Linear(2, 2))
+    each = [Asked((g, e), collector.new_buffers(), alone) for g, e, alone in asked]
+    numbers = {id(one.buffers): number for number, one in enumerate(each)}
+    return [[numbers[id(b)] for b in backward.buffers] for backward in distinct(each)]
+
+
+def test_bit_equal_questions_share_a_backward() -> None:
+    assert shared((ONES, None, False), (2 * ONES, None, False), (ONES.clone(), None, False)) == [
+        [0, 2],
+        [1],
+    ]
+
+
+def test_the_last_bit_a_sign_of_zero_and_the_entropy_part_them() -> None:
+    nearly = torch.nextafter(ONES, 2 * ONES)
+    zero = torch.zeros(2, 3)
+    assert len(shared((ONES, None, False), (nearly, None, False))) == 2
+    assert len(shared((zero, None, False), (-zero, None, False))) == 2
+    assert len(shared((ONES, zero, False), (ONES, ONES, False), (ONES, None, False))) == 3
+    nan = torch.full((2, 3), torch.nan)
+    assert shared((nan, None, False), (nan.clone(), None, False)) == [[0, 1]]
+
+
+def test_whoever_is_alone_stays_alone() -> None:
+    assert shared(
+        (ONES, None, True), (ONES, None, False), (ONES, None, True), (ONES, None, False)
+    ) == [
+        [0],
+        [1, 3],
+        [2],
+    ]
+
+
+def test_every_one_gets_the_whole_gradient() -> None:
+    model = nn.Linear(3, 2)
+    collector = GradientCollector(model)
+    one, other, apart = (collector.new_buffers() for _ in range(3))
+    for buffers in ((one, other), (apart,)):
+        collector.current = buffers
+        model(ONES).square().sum().backward()
+    assert digest(one) == digest(other) == digest(apart)
+    assert one.flat.abs().sum() > 0
