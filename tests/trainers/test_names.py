@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from replay_lib.cli import commands
+from replay_lib.cli import main
 from replay_lib.engine.session import ReplaySession
 from replay_lib.errors import UsageError
 from replay_lib.trainers.names import check_name
@@ -39,7 +39,7 @@ def test_a_session_is_not_even_started_for_one(monkeypatch) -> None:
 @pytest.mark.parametrize("command", ["replay", "sweep"])
 def test_a_command_is_called_wrongly_with_one(command: str, capsys) -> None:
     with pytest.raises(SystemExit) as left:
-        commands.main([command, str(SNAPSHOT), "--trainer", "verl", "--json"])
+        main([command, str(SNAPSHOT), "--trainer", "verl", "--json"])
     assert left.value.code == 2
     error = json.loads(capsys.readouterr().out)["error"]
     assert error["code"] == "usage" and error["message"].startswith("trainer 'verl'")
