@@ -123,3 +123,12 @@ def test_settings_that_never_detect_are_refused(options, text):
 def test_detection_and_splits_need_no_torch():
     code = "import sys, replay_lib.detect, replay_lib.microbatch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_ratio_under_one_is_a_detector_too():
+    detector = SpikeDetector(spike_ratio=0.5, warmup_steps=0)
+    assert [detector.observe(step, norm) for step, norm in enumerate([1.0, 0.6, 0.1])] == [
+        False,
+        True,
+        False,
+    ]

@@ -202,9 +202,9 @@ def test_the_last_and_the_first_expert_may_be_chosen():
 
 
 def test_padding_rows_of_zeros_get_the_placeholder_and_no_other_row_does():
-    """Rows: padding of zeros, padding with experts, real tokens of zeros, and with experts."""
+    """Rows: padding of zeros, padding with experts, real tokens of zeros (twice)."""
     zeros, chosen = torch.zeros(4, LAYERS, TOPK, dtype=torch.int32), routes_of(5).to(torch.int32)
-    routes = [zeros, chosen, zeros, chosen]
+    routes = [zeros, chosen, zeros, zeros]
     filled = compose_padding(routes, torch.tensor([-1, -1, 0, 3]))
     assert filled[0].dtype == torch.int32
     assert filled[0].tolist() == [[[0, 1]] * LAYERS] * 4

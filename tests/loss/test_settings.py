@@ -244,3 +244,8 @@ def test_a_group_may_be_replaced_whole_or_in_part():
     assert whole.entropy_control == EntropySettings(alpha=0.5)
     with pytest.raises(SettingsError, match="loss_type"):
         GrpoSettings().replace(loss_type={"alpha": 0.5})
+
+
+def test_of_several_faults_the_first_is_told():
+    with pytest.raises(SettingsError, match="clip_ratio_high: found 'x'"):
+        GrpoSettings(clip_ratio_low="y", clip_ratio_high="x", kl_control_alpha="z")
