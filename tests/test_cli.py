@@ -86,6 +86,7 @@ def test_methods_lists_all_registered(spike_replay: Any, monkeypatch: Any, tmp_p
         "status": "untried",
         "standing": None,
         "parameters": {"clip_max": 2.0},
+        "needs": [],
         "diagnostic": False,
         "changes_unit": False,
         "summary": "Truncated importance weight old/rollout on the policy loss, capped at 2.",

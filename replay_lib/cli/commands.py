@@ -179,15 +179,15 @@ def sweep(
         backend=backend,
     )
     known = load_methods(options.mitigations)
-    if not methods and not json and left_out(known):
-        stdout().print(left_out(known), markup=False)
+    notice = "" if methods or json else left_out(known)
     chosen = methods or callable_alone(known)
     if limit is None:
-        _replay(case, chosen, against, options, results=results, json=json)
+        _replay(case, chosen, against, options, results=results, json=json, notice=notice)
     opened, experiments = _checked(case, chosen, against, options, results)
-    raise typer.Exit(
-        combine_methods(opened, experiments, options, budget=limit, results=results, json=json)
-    )
+    code = combine_methods(opened, experiments, options, budget=limit, results=results, json=json)
+    if notice:
+        stdout().print(notice, markup=False)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -297,6 +297,7 @@ def _replay(
     *,
     results: Path | None,
     json: bool,
+    notice: str = "",
 ) -> NoReturn:
     started = time.monotonic()
     opened, experiments = _checked(path, texts, against, options, results)
@@ -309,6 +310,8 @@ def _replay(
         print_json(replayed_document(replayed, seconds) | told)
     else:
         print_replayed(replayed, stdout())
+        if notice:
+            stdout().print(notice, markup=False)
         if lost:
             print_error(lost.code, str(lost), as_json=False)
     raise typer.Exit(lost.exit_code if lost else replayed.exit_code)

@@ -105,6 +105,7 @@ def test_what_changes_the_unit_or_the_meaning_says_so():
         "disable-router-losses",
         "disable-routing-replay",
         "replay-r3-on-prompt-tokens-only",
+        "use-initial-model",
         "use-sigmoid-router-scores",
     }
 

@@ -198,7 +198,7 @@ def test_an_existing_directory_is_left_alone(tmp_path: Path, plain: Path) -> Non
 
 
 def test_what_the_trainer_wrote_cannot_be_imported(tmp_path: Path, plain: Path) -> None:
-    with pytest.raises(UsageError, match="a snapshot in the trainer's layout, expected a portable"):
+    with pytest.raises(UsageError, match="a snapshot in the trainer's own layout, expected what"):
         import_snapshot(open_snapshot(plain), tmp_path / "out")
 
 
