@@ -23,6 +23,12 @@ DCP_METADATA = ".metadata"
 COMMON = "common.pt"
 TRAIN_STATE = "train_state.pt"
 
+PRESERVED_MANIFEST = "preserved.json"  # beside a preserved snapshot's files: what was copied
+
+#: Where a task is kept, relative to the directory that the commands are called in.
+TASKS = Path("agent-task/spike-replay")
+OUTPUT = Path("tmp/spike-replay")  # what commands print, one directory a task, one below it a run
+
 CASE_FILE = "case.yaml"
 RESULTS = "results.jsonl"
 BASELINES = "baselines"  # beside it: figures of earlier replays, one file an environment

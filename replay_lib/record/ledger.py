@@ -1,0 +1,144 @@
+"""The ledger of a task: append-only JSON lines, one event a line, locked and flushed.
+
+Everything that is told about a task (task file, report, cards) is rendered from it. An event is
+written whole or not at all: a line that a killed writer left unfinished is no event, and is cut off
+by the next writer.
+
+=============== ================================================================================
+kind            data
+=============== ================================================================================
+``found``       ``target``, ``output_directories``, ``snapshots``: what ``find`` saw
+``preserved``   ``snapshot`` (the source), ``preserved`` (the copy), ``files``, ``bytes``, ``how``
+``released``    ``preserved``
+``started``     ``command``, ``snapshot``, ``planned`` (names of experiments), ``output``
+``result``      ``result``: one :class:`~replay_lib.record.result.Result` as JSON
+``failure``     ``experiment`` (None: the whole command), ``code``, ``message``
+``ended``       ``exit_code``, ``seconds``
+``analyzed``    ``snapshot``, ``signals``: the summary of ``analyze``
+``observation`` ``text``
+``next_step``   ``text``
+``recorded``    ``method``, ``card``, ``status``
+``reported``    ``page``, ``report`` (paths), ``sha256`` of the page
+``finished``    ``text``: nothing more is to be done
+=============== ================================================================================
+
+Events of one command have one ``run``. A run with ``started`` and no ``ended`` still goes on, or
+was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+
+from filelock import FileLock, Timeout
+from pydantic import Field, ValidationError
+
+from replay_lib import layout
+from replay_lib.engine.protocol import Frozen
+from replay_lib.errors import UsageError, fault
+from replay_lib.record.task import Task
+
+LOCK_SECONDS = 60  # an append takes milliseconds; a minute of waiting means a stuck writer
+
+
+class Event(Frozen):
+    """One line. ``at`` is UTC with a time zone, ``run`` joins the events of one command."""
+
+    schema_version: Literal[1] = Field(default=1, alias="schema")
+    at: datetime
+    host: str
+    pid: int
+    run: str
+    kind: str
+    data: dict[str, Any] = Field(default_factory=dict)
+
+
+def new_run() -> str:
+    """A name for the events of one command."""
+    return uuid4().hex[:12]
+
+
+def append(task: Task, kind: str, *, run: str | None = None, **data: Any) -> Event:
+    """Write one event at the end of the ledger and flush it; the ledger is created if absent.
+
+    ``data`` has to be JSON without NaN (a Result's ``as_json()`` is). Raises UsageError where the
+    ledger cannot be written, or is locked by another writer for a minute.
+    """
+    event = Event(
+        at=datetime.now(UTC),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        run=run or new_run(),
+        kind=kind,
+        data=data,
+    )
+    line = json.dumps(event.model_dump(mode="json", by_alias=True), allow_nan=False) + "\n"
+    with _open(task.ledger) as file:
+        _cut_unfinished(file)
+        os.write(file, line.encode("utf-8"))
+        os.fsync(file)
+    return event
+
+
+def read(task: Task) -> tuple[Event, ...]:
+    """All events, oldest first; none where the task has no ledger.
+
+    UsageError names the line that is no event. An unfinished last line is no event.
+    """
+    file = task.ledger
+    if not file.exists():
+        return ()
+    content = file.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1].decode("utf-8").splitlines()
+    return tuple(_parse(file, number, line) for number, line in enumerate(whole, start=1))
+
+
+def tasks(root: Path = Path()) -> list[Task]:
+    """Every task that has a ledger under ``root``, by name."""
+    found = sorted((root / layout.TASKS).glob("*.jsonl"))
+    return [Task(file.stem, root) for file in found]
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[int]:
+    """A file descriptor of ``file``, locked, positioned at its end."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(file.with_name(f".{file.name}.lock"), timeout=LOCK_SECONDS):
+            handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                yield handle
+            finally:
+                os.close(handle)
+    except Timeout as error:
+        told = f"its lock {error.lock_file} held for {LOCK_SECONDS} s"
+        raise UsageError(fault(file, None, told, "no other writer")) from error
+    except OSError as error:
+        told = error.strerror or str(error)
+        raise UsageError(fault(file, None, repr(told), "a ledger that can be written")) from error
+
+
+def _cut_unfinished(file: int) -> None:
+    """Drop what follows the last newline: its writer was killed."""
+    size = os.fstat(file).st_size
+    if size == 0 or os.pread(file, 1, size - 1) == b"\n":
+        return
+    content = os.pread(file, size, 0)
+    os.ftruncate(file, content.rfind(b"\n") + 1)
+
+
+def _parse(file: Path, number: int, line: str) -> Event:
+    try:
+        raw: Any = json.loads(line)
+        return Event.model_validate(raw)
+    except (ValueError, ValidationError) as error:
+        told = str(error).splitlines()[0]
+        raise UsageError(fault(file, f"line {number}", told, "one event of a ledger")) from error
