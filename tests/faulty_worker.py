@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 
@@ -17,7 +18,7 @@ def plant() -> None:
     from replay_lib.engine import gradients, memory, routes, shims, step
 
     shims.install()
-    forward, measure = step.forward, step.measure
+    forward, measure, backward = step.forward, step.measure, step.backward
     if FAULT == "hang":
         step.forward = lambda *a: time.sleep(3600)
     elif FAULT == "raise-on-rank-1" and os.environ["RANK"] == "1":
@@ -41,6 +42,15 @@ def plant() -> None:
             return measure(buffers, *rest)
 
         step.measure = without_one
+    elif FAULT == "drifting-backward":
+        count = itertools.count()
+
+        def drifting(model, micro, out, grads, *, keep):
+            factor = 1 + next(count) / 64
+            grads = tuple(None if g is None else g * factor for g in grads)
+            backward(model, micro, out, grads, keep=keep)
+
+        step.backward = drifting
     elif FAULT == "deaf-router":
         replay = routes.TokenRouterReplay
         replay.get_replay_topk = lambda self, scores, k, groups, group_k, topk: topk(scores, k)

@@ -37,8 +37,11 @@ class Backward:
 def distinct(asked: Iterable[Asked]) -> list[Backward]:
     """One backward for all that ask bit-equal things, in the order of first appearance."""
     found: dict[object, Backward] = {}
-    for number, one in enumerate(asked):
-        key: object = number if one.alone else _bits(one.grads)
+    each = list(asked)
+    # bits are read off the device, which waits for it: only where there are two to compare
+    compared = sum(not one.alone for one in each) > 1
+    for number, one in enumerate(each):
+        key: object = number if one.alone or not compared else _bits(one.grads)
         found.setdefault(key, Backward(one.grads)).buffers.append(one.buffers)
     return list(found.values())
 

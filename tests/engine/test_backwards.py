@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from replay_lib.engine import backwards
 from replay_lib.engine.backwards import Asked, distinct
 from replay_lib.engine.gradients import GradientCollector, digest
 
@@ -44,6 +46,16 @@ def test_whoever_is_alone_stays_alone() -> None:
         [1, 3],
         [2],
     ]
+
+
+def test_nothing_is_read_off_the_device_where_there_is_nothing_to_compare(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backwards, "_bits", None)
+    assert shared((ONES, None, False)) == [[0]]
+    assert shared((ONES, None, True), (ONES, None, False), (ONES, None, True)) == [[0], [1], [2]]
+    with pytest.raises(TypeError):  # two that could share are compared
+        shared((ONES, None, False), (ONES, None, False))
 
 
 def test_every_one_gets_the_whole_gradient() -> None:

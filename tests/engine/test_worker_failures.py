@@ -111,6 +111,25 @@ def test_a_zeroed_gradient_is_not_the_recorded_one(faulty, plain):
     assert abs(faulted.grad_norm_preclip / sound.grad_norm_preclip - 1) > 1e-5
 
 
+def test_whatever_shows_whether_replays_repeat_has_backwards_of_its_own(faulty):
+    """Every backward of this worker differs from the one before, as on a device that is not
+    deterministic: a shared one is told by its digest."""
+    idle, other = (
+        "seam_examples:smaller_advantage:factor=1.0",
+        "clip-rollout-log-ratio",
+    )  # the baseline's loss
+    weights = "seam_examples:scaled_router"  # replayed with stored and with carried old log-probs
+    names = ("baseline", "baseline", idle, other, idle, weights, weights)
+    with faulty("drifting-backward") as session:
+        outcomes = list(session.run_many([Experiment.parse(name) for name in names]))
+    digests = [outcome.digest for outcome in outcomes]
+    assert digests[2] == digests[3]  # nobody asks for these to be apart
+    assert len(set(digests)) == len(names) - 1
+    first, again = outcomes[5:]
+    assert first.grad_norm_preclip_carried != again.grad_norm_preclip_carried
+    assert again.cosine_carried is not None
+
+
 def test_a_router_that_ignores_the_routes_is_refused(faulty):
     with faulty("deaf-router") as session, pytest.raises(EngineError) as caught:
         session.run(BASELINE)
