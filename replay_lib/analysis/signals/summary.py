@@ -105,7 +105,7 @@ class RankAdvantages(Finite):
 
 
 class Advantages(Finite):
-    """``balance``: positive over negative sum. ``largest_row_share``: one row's of all |advantage|."""
+    """``balance``: positive over negative sum. ``largest_row_share`` is of |advantage|."""
 
     eps: float
     total: RankAdvantages
