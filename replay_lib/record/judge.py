@@ -11,6 +11,7 @@ from replay_lib.engine.protocol import Experiment, MitigationCall, Outcome, Sess
 from replay_lib.methods import find
 from replay_lib.noise import noise_of, spread
 from replay_lib.patch import AfterNorm, Mitigation, Norms, clip_coefficient, clipped
+from replay_lib.record.layer_norms import layer_norms
 from replay_lib.record.result import OldResult, Result, SideEffect
 from replay_lib.rule import Verdict, ratio_of, reduction_of, relative_difference
 from replay_lib.verdict import Judgement, Measured, Variant, judge
@@ -153,6 +154,9 @@ def judge_outcome(
         differences=tuple(d for d in session.differences if d.matters),
         trainer=session.trainer,
         backend=session.backend,
+        layer_norms=layer_norms(outcome.param_norms),
+        target_ratio=case.thresholds.target_ratio.value,
+        detector_ratio=recorded.spike_ratio,
         timestamp=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
 

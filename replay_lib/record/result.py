@@ -156,7 +156,9 @@ class Result(Frozen):
     ``baseline`` how the figures compare with those kept of earlier replays (None: not compared).
     ``expected`` is what the case states, several verdicts where arithmetic decides between them.
     ``differences`` are those between the model that ran and the replayed one that may
-    change the step.
+    change the step. ``layer_norms`` are norms before clipping of each layer's parts
+    (:mod:`replay_lib.record.layer_norms`), ``target_ratio`` is the case's, ``detector_ratio`` that
+    of the run's own spike detector (empty or None in results of older versions).
     """
 
     case: str
@@ -208,6 +210,9 @@ class Result(Frozen):
     backend: str = "native"
     case_digest: str = ""
     baseline: BaselineCheck | None = None
+    layer_norms: dict[str, float] = Field(default_factory=dict)
+    target_ratio: float | None = None
+    detector_ratio: float | None = None
     timestamp: str
 
     @property
