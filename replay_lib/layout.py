@@ -25,6 +25,8 @@ TRAIN_STATE = "train_state.pt"
 
 PRESERVED_MANIFEST = "preserved.json"  # beside a preserved snapshot's files: what was copied
 
+CHECKPOINTS = "checkpoints"  # in a role's output directory; the roots of snapshots lie in it
+
 #: Where a task is kept, relative to the directory that the commands are called in.
 TASKS = Path("agent-task/spike-replay")
 OUTPUT = Path("tmp/spike-replay")  # what commands print, one directory a task, one below it a run
@@ -40,6 +42,7 @@ PORTABLE_WORKER = "worker_config.json"
 PORTABLE_RUN_CONFIG = "run_config.json"
 PORTABLE_TRAINER = "trainer.json"
 
+_OUTPUT_DIRECTORY = re.compile(r"^.*~([^~]+)__([A-Za-z0-9.+=@-]+(?:_[A-Za-z0-9.+=@-]+)*)$")
 _ITER = re.compile(r"^iter_(\d{7,18})$")  # a step fits in 64 bits
 _RANK_FILE = re.compile(r"^(batch|routing_payload|grad_info)_rank(\d+)\.pt$")
 
@@ -53,6 +56,25 @@ def step_of(directory: Path) -> int | None:
     """Step that a directory's name states, or None if it is not a snapshot's name."""
     match = _ITER.match(directory.name)
     return int(match.group(1)) if match else None
+
+
+def job_and_role(directory: str) -> tuple[str, str] | None:
+    """Job and role that the name of an output directory, ``*~<job>__<role>``, states; else None.
+
+    Of several ``__`` the last one ends the job: a role has none.
+    """
+    match = _OUTPUT_DIRECTORY.match(directory)
+    return (match.group(1), match.group(2)) if match else None
+
+
+def output_directory(snapshot: Path) -> Path | None:
+    """The output directory above ``<output>/checkpoints/spike_snapshots*/iter_*``; else None.
+
+    Only the path is looked at, not the disk.
+    """
+    root, above = snapshot.parent, snapshot.parent.parent
+    inside = root.name.startswith(SNAPSHOT_ROOT) and above.name == CHECKPOINTS
+    return above.parent if inside and step_of(snapshot) is not None else None
 
 
 def batch_file(rank: int) -> str:

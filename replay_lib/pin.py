@@ -23,10 +23,10 @@ from replay_lib.expected import Expected
 from replay_lib.methods import callable_alone, left_out, load_methods
 from replay_lib.record.baselines import files_in, read_document
 from replay_lib.record.drift import compared, environment_of
+from replay_lib.record.refusal import Refusal
 from replay_lib.record.result import Result
 from replay_lib.rule import Verdict, compare
 from replay_lib.run import (
-    Refusal,
     Replayed,
     ReplayOptions,
     Tell,

@@ -18,11 +18,12 @@ from replay_lib.case import Case
 from replay_lib.engine.early import check_before_start
 from replay_lib.engine.layout import AUTO, Layout
 from replay_lib.engine.protocol import Engine, Experiment, Outcome
-from replay_lib.errors import SpikeReplayError, UsageError
+from replay_lib.errors import UsageError
 from replay_lib.methods import find, load_methods
 from replay_lib.patch import Mitigation
 from replay_lib.quiet import REFUSALS, QuietControl
 from replay_lib.record.judge import Comparison, Recorded, judge_outcome, same_part, traits_of
+from replay_lib.record.refusal import Refusal
 from replay_lib.record.result import Result, quiet_faults
 from replay_lib.replays import Replays, key_of
 from replay_lib.snapshot.opening import open_snapshot
@@ -285,15 +286,6 @@ def _quiet_of(
         lambda: open_engine(path, options),
         partial(traits_of, methods=methods),
     )
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """An experiment that could not be replayed on this case, and why."""
-
-    case: str
-    experiment: str
-    error: SpikeReplayError
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,9 @@ CommandFault: type[Exception] = next(
 class Terminated(BaseException):
     """SIGTERM: whatever is open is closed on the way out, as after an interrupt."""
 
+    code = "terminated"
+    exit_code = ExitCode.TERMINATED
+
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry of the console script: every error becomes one text (or JSON) and an exit code."""
@@ -55,7 +58,7 @@ def _orderly_end() -> Iterator[None]:
 
 def _terminate(number: int, _frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_IGN)  # a second one must not cut the clearing short
-    raise Terminated
+    raise Terminated("ended by SIGTERM; nothing half-written is left")
 
 
 def _run(arguments: list[str], *, as_json: bool) -> int:
@@ -73,9 +76,9 @@ def _run(arguments: list[str], *, as_json: bool) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print_error("interrupted", "interrupted from the keyboard", as_json=as_json)
         return ExitCode.INTERRUPTED
-    except Terminated:
-        print_error("terminated", "ended by SIGTERM; nothing half-written is left", as_json=as_json)
-        return ExitCode.TERMINATED
+    except Terminated as error:
+        print_error(error.code, str(error), as_json=as_json)
+        return error.exit_code
     except Exception as error:
         if as_json:
             print_error("internal", f"{type(error).__name__}: {error}", as_json=True)

@@ -25,10 +25,10 @@ from replay_lib.guard.gradients import difference, save_gradients
 from replay_lib.guard.reference import Reference
 from replay_lib.methods import load_methods
 from replay_lib.patch import Mitigation
+from replay_lib.record.refusal import Refusal
 from replay_lib.record.result import Result
 from replay_lib.run import (
     AtLast,
-    Refusal,
     Replayed,
     ReplayOptions,
     Step,

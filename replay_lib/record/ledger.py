@@ -10,9 +10,12 @@ kind            data
 ``found``       ``target``, ``output_directories``, ``snapshots``: what ``find`` saw
 ``preserved``   ``snapshot`` (the source), ``preserved`` (the copy), ``files``, ``bytes``, ``how``
 ``released``    ``preserved``
-``started``     ``command``, ``snapshot``, ``planned`` (names of experiments), ``output``
-``result``      ``result``: one :class:`~replay_lib.record.result.Result` as JSON
-``failure``     ``experiment`` (None: the whole command), ``code``, ``message``
+``started``     ``command``, ``snapshot`` (the first one), ``snapshots``, ``planned`` (names of
+                experiments), ``output``
+``result``      ``result``: one :class:`~replay_lib.record.result.Result` as JSON; ``under`` where
+                a command runs two trainers: which
+``failure``     ``experiment`` as ``case / name`` (None: the whole command), ``code``, ``message``;
+                ``under`` as of ``result``
 ``ended``       ``exit_code``, ``seconds``
 ``analyzed``    ``snapshot``, ``signals``: the summary of ``analyze``
 ``observation`` ``text``

@@ -19,9 +19,10 @@ from replay_lib.methods import resolve
 from replay_lib.patch import Mitigation
 from replay_lib.quiet import REFUSALS
 from replay_lib.record.judge import label_of
+from replay_lib.record.refusal import Refusal
 from replay_lib.record.result import Result
 from replay_lib.record.results_file import append_results, read_results
-from replay_lib.run import NATIVE, OpenCase, Refusal, Replayed, ReplayOptions, Step, Tell
+from replay_lib.run import NATIVE, OpenCase, Replayed, ReplayOptions, Step, Tell
 from replay_lib.sweep.earlier import Setting, earlier, same_step
 from replay_lib.sweep.pairs import Choice, choose_pairs
 from replay_lib.sweep.pareto import Front, front_of_results

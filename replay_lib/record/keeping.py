@@ -1,0 +1,197 @@
+"""Which task a command belongs to, and what is kept of it in the task's ledger while it runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from replay_lib import layout
+from replay_lib.case import Case
+from replay_lib.errors import SnapshotError, SpikeReplayError, UsageError, fault
+from replay_lib.exit_codes import ExitCode
+from replay_lib.record import ledger
+from replay_lib.record.refusal import Refusal
+from replay_lib.record.result import Result
+from replay_lib.record.results_file import append_results
+from replay_lib.record.task import Task
+
+
+def task_of(path: str | Path, named: str | None, root: Path = Path()) -> Task | None:
+    """The task that a command on ``path`` (a snapshot or a case) belongs to; None: none is named.
+
+    ``named`` is what the user says. Else the job in the manifest of the preserved snapshot, else
+    the job in the name of the output directory above it. A case is its snapshot; links are
+    followed. CaseError for a broken ``case.yaml``, SnapshotError for a broken manifest, UsageError
+    for a name that could be no task's.
+    """
+    if named is not None:
+        return Task(named, root)
+    snapshot = snapshot_at(path)
+    job = _job_in_manifest(snapshot)
+    if job is None:
+        places = (snapshot.resolve(), snapshot.absolute())
+        job = next((found for place in places if (found := _job_above(place))), None)
+    return None if job is None else Task(job, root)
+
+
+def snapshot_at(path: str | Path) -> Path:
+    """The snapshot that ``path`` is, or that the case at ``path`` refers to; it may be absent."""
+    given = Path(path)
+    if given.name == layout.CASE_FILE or (given / layout.CASE_FILE).is_file():
+        return Case.load(given).snapshot
+    return given.absolute()
+
+
+def _job_in_manifest(snapshot: Path) -> str | None:
+    """The field ``task`` of the manifest; None where there is no manifest, or it names none."""
+    file = snapshot / layout.PRESERVED_MANIFEST
+    try:
+        raw: Any = json.loads(file.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        found = f"what cannot be read ({str(error).splitlines()[0]:.80})"
+        raise SnapshotError(fault(file, None, found, "a manifest in JSON", _NAME_IT)) from error
+    job = raw.get("task") if isinstance(raw, dict) else None
+    if job is None:
+        return None
+    if not isinstance(job, str) or not _could_be_task(job):
+        raise SnapshotError(fault(file, "task", f"{job!r:.80}", "a job's name", _NAME_IT))
+    return job
+
+
+_NAME_IT = "Name the task with --task JOB"
+
+
+def _job_above(snapshot: Path) -> str | None:
+    """The job in the name of the output directory above ``snapshot``."""
+    above = layout.output_directory(snapshot)
+    named = layout.job_and_role(above.name) if above else None
+    return named[0] if named and _could_be_task(named[0]) else None
+
+
+def _could_be_task(job: str) -> bool:
+    try:
+        Task(job)
+    except UsageError:
+        return False
+    return True
+
+
+@dataclass
+class Kept:
+    """What one command keeps in its task's ledger; without a task nothing is kept.
+
+    A ledger that cannot be written ends no replay: what it would not take is tried again with the
+    next event and at the end, and ``lost`` is the error if that failed too.
+    """
+
+    task: Task | None
+    run: str = field(default_factory=ledger.new_run)
+    output: Path | None = None
+    exit_code: int = 0
+    lost: SpikeReplayError | None = None
+    _waiting: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    _unwritten: list[Result] = field(default_factory=list)
+
+    def keep(self, one: Result | Refusal, under: str | None = None) -> None:
+        """Keep a result or a refused experiment, on disk when this returns.
+
+        ``under`` says which of two trainers it is of, where a command runs both.
+        """
+        beside = {} if under is None else {"under": under}
+        if isinstance(one, Refusal):
+            self.failure(one.error, f"{one.case} / {one.experiment}", **beside)
+            return
+        self._add("result", {"result": one.as_json(), **beside})
+        self._unwritten.append(one)
+        self._write_results()
+
+    def failure(self, error: BaseException, experiment: str | None = None, **more: Any) -> None:
+        """Keep a failure of ``experiment``, or of the whole command."""
+        code, _, message = told(error)
+        self._add("failure", {"experiment": experiment, "code": code, "message": message, **more})
+
+    def started(self, command: str, snapshots: Sequence[Path], planned: Sequence[str]) -> None:
+        """The first event; raises UsageError where the ledger cannot be written at all."""
+        if self.task is None:
+            return
+        self.output = self.task.output()
+        ledger.append(
+            self.task,
+            "started",
+            run=self.run,
+            command=command,
+            snapshot=str(snapshots[0]) if snapshots else None,
+            snapshots=[str(one) for one in snapshots],
+            planned=list(planned),
+            output=str(self.output),
+        )
+
+    def ended(self, seconds: float) -> None:
+        """The last event."""
+        self._add("ended", {"exit_code": self.exit_code, "seconds": round(seconds, 3)})
+        self._write_results()
+
+    def _add(self, kind: str, data: dict[str, Any]) -> None:
+        """Append what waits and this event, in order."""
+        if self.task is None:
+            return
+        self._waiting.append((kind, data))
+        try:
+            while self._waiting:
+                first, content = self._waiting[0]
+                ledger.append(self.task, first, run=self.run, **content)
+                self._waiting.pop(0)
+        except SpikeReplayError as error:
+            self.lost = error
+        else:
+            self.lost = None
+
+    def _write_results(self) -> None:
+        if self.output is None or not self._unwritten:
+            return
+        try:
+            append_results(self.output / layout.RESULTS, self._unwritten)
+            self._unwritten.clear()
+        except SpikeReplayError as error:
+            self.lost = self.lost or error
+
+
+@contextmanager
+def keep_command(
+    task: Task | None, command: str, snapshots: Sequence[Path], planned: Sequence[str]
+) -> Iterator[Kept]:
+    """Keep one command from its start to its end, however it ends.
+
+    ``command`` is the command line, ``snapshots`` what it replays, ``planned`` the names of its
+    experiments. Whoever runs them gives each result to ``keep`` as it arrives, and sets
+    ``exit_code``. What is raised inside is kept as the failure of the whole command, and goes on.
+    A killed command leaves ``started`` without ``ended``.
+    """
+    kept = Kept(task)
+    began = time.monotonic()
+    kept.started(command, snapshots, planned)
+    try:
+        yield kept
+    except BaseException as error:
+        kept.failure(error)
+        kept.exit_code = told(error)[1]
+        raise
+    finally:
+        kept.ended(time.monotonic() - began)
+
+
+def told(error: BaseException) -> tuple[str, int, str]:
+    """Code, exit code and message of whatever ended a command."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", ExitCode.INTERRUPTED, "interrupted from the keyboard"
+    code, exit_code = getattr(error, "code", None), getattr(error, "exit_code", None)
+    if isinstance(code, str) and isinstance(exit_code, int):
+        return code, exit_code, str(error)
+    return "internal", ExitCode.INTERNAL, f"{type(error).__name__}: {error}"
