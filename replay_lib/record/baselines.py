@@ -26,13 +26,18 @@ class Figures(Frozen):
     """Norms are L2 before clipping; ``None``: not measured.
 
     ``carried`` is the norm with carried old log-probabilities, ``quiet`` and ``quiet_carried`` are
-    those of the quiet control, ``ratio`` is ``norm`` over the median norm.
+    those of the quiet control, ``ratio`` is ``norm`` over the median norm. ``kept_*`` are shares of
+    the signal that a method keeps (:class:`~replay_lib.engine.protocol.Retained`): a loss that goes
+    wrong may leave a norm as it is where most of a method's tokens are masked.
     """
 
     norm: float
     carried: float | None = None
     quiet: float | None = None
     quiet_carried: float | None = None
+    kept_tokens: float | None = None
+    kept_advantage: float | None = None
+    kept_dloss_dlogprob: float | None = None
     ratio: float | None = None
     verdict: Verdict
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 
+from replay_lib.engine.protocol import Retained
 from replay_lib.noise import device_kind, noise_of
 from replay_lib.record.baselines import Document, Figures
 from replay_lib.record.environment import Environment
@@ -20,6 +21,9 @@ FIGURES = {
     "carried": "the norm with carried old log-probabilities",
     "quiet": "the quiet control's norm",
     "quiet_carried": "the quiet control's norm with carried old log-probabilities",
+    "kept_tokens": "the share of loss tokens kept",
+    "kept_advantage": "the share of |advantage x policy weight| kept",
+    "kept_dloss_dlogprob": "the share of |dLoss/dlogprob| kept",
 }
 
 
@@ -41,9 +45,16 @@ def figures_of(result: Result) -> Figures:
         carried=next((o.grad_norm_preclip for o in result.old if o.old == "carried"), None),
         quiet=effect.quiet_norm if effect else None,
         quiet_carried=effect.quiet_norm_carried if effect else None,
+        **_shares(result.retained),
         ratio=result.ratio,
         verdict=result.verdict,
     )
+
+
+def _shares(retained: Retained | None) -> dict[str, float]:
+    """The shares that are defined: one of nothing is not."""
+    shares = {f"kept_{k}": v for k, v in (retained.model_dump() if retained else {}).items()}
+    return {name: share for name, share in shares.items() if math.isfinite(share)}
 
 
 def signed_difference(now: float, before: float) -> float:

@@ -160,7 +160,7 @@ def test_the_digest_of_a_case_is_that_of_its_files_wherever_they_are(case: Case)
     assert Case.load(moved).digest() == before
 
 
-FIGURES = Figures(norm=2.0, carried=3.0, quiet=1.0, verdict=Verdict.PASS)
+FIGURES = Figures(norm=2.0, carried=3.0, quiet=1.0, kept_advantage=0.75, verdict=Verdict.PASS)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +172,11 @@ FIGURES = Figures(norm=2.0, carried=3.0, quiet=1.0, verdict=Verdict.PASS)
         ({"carried": 3.3}, "the norm with carried old log-probabilities is 3.3, *(+0.1, 1e-05*"),
         ({"quiet": None}, "the quiet control's norm is not measured, its baseline is 1"),
         ({"quiet_carried": 7.0}, None),  # nothing was kept
+        (
+            {"kept_advantage": 0.78},
+            "the share of |advantage x policy weight| kept is 0.78, its baseline 0.75 "
+            "(+0.04, 1e-05 is R)",
+        ),
         ({"verdict": Verdict.FAIL}, None),  # case.yaml holds verdicts
     ],
 )
@@ -265,3 +270,6 @@ def test_figures_of_a_result_with_both_treatments() -> None:
     )
     kept = figures_of(both)
     assert (kept.norm, kept.carried, kept.ratio, kept.verdict) == (2.5, 4.0, 1.25, "partial")
+    assert kept.kept_tokens == KEPT.tokens
+    assert kept.kept_advantage == KEPT.advantage
+    assert kept.kept_dloss_dlogprob == KEPT.dloss_dlogprob
