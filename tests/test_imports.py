@@ -31,6 +31,7 @@ ROOMS = [
     "devices case_files",
     "analysis porting",
     "record",
+    "report",
     "quiet replays",
     "run",
     "pin expectations guard sweep",

@@ -35,6 +35,7 @@ from replay_lib.cli.merge import merge
 from replay_lib.cli.output import key_value_table, print_error, print_json, progress, stdout
 from replay_lib.cli.pin import pin
 from replay_lib.cli.porting import export, import_
+from replay_lib.cli.report import report
 from replay_lib.cli.views import methods_table, print_replayed, replayed_document, snapshot_values
 from replay_lib.cli.zoo import zoo
 from replay_lib.demo import RESULTS, run_demo
@@ -66,7 +67,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(zoo, name="zoo")
-for command in (doctor, pin, guard, merge, matrix):
+for command in (doctor, pin, guard, merge, matrix, report):
     app.command()(command)
 app.command("export")(export)
 app.command("import")(import_)
