@@ -10,6 +10,7 @@ import typer
 
 from replay_lib import __version__
 from replay_lib.case import Case
+from replay_lib.cli.analyze import analyze
 from replay_lib.cli.arguments import (
     METHOD_SYNTAX,
     Against,
@@ -67,7 +68,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(zoo, name="zoo")
-for command in (doctor, pin, guard, merge, matrix, report):
+for command in (analyze, doctor, pin, guard, merge, matrix, report):
     app.command()(command)
 app.command("export")(export)
 app.command("import")(import_)

@@ -6,6 +6,7 @@ of the same rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,30 @@ def load_batch(snapshot: Snapshot, dp_rank: int) -> RankBatch:
     return batch
 
 
+def load_columns(snapshot: Snapshot, dp_rank: int) -> tuple[RankBatch, list[Paths | None]]:
+    """The batch without its routes, and the handles of each row by path.
+
+    The routes are the larger part of a rank by far; :func:`load_payload` reads them later, when
+    the columns are no longer held. ``merge_info`` is None here. Errors as of :func:`load_batch`.
+    """
+    stored = reader_of(snapshot).stored_batch(snapshot, dp_rank)
+    batch = RankBatch(dp_rank=dp_rank, routes=(), merge_info=None, **stored.columns)
+    _check_mask(batch, stored.where)
+    return batch, stored.paths
+
+
+def load_payload(
+    snapshot: Snapshot, dp_rank: int, paths: Sequence[Paths | None]
+) -> dict[Handle, Tensor]:
+    """The routes of each distinct handle among ``paths``, ``[n, L, K]``, as stored.
+
+    Errors as of :func:`load_batch`.
+    """
+    payload = reader_of(snapshot).stored_payload(snapshot, dp_rank)
+    place = snapshot.routing_file(dp_rank)
+    return payload_by_handle(paths, payload, place, lost=snapshot.legacy)
+
+
 def load_handles(
     snapshot: Snapshot, dp_rank: int
 ) -> tuple[list[Paths | None], dict[Handle, Tensor]]:
@@ -59,9 +84,7 @@ def payload_counts(snapshot: Snapshot) -> dict[int, int]:
 
 
 def _payload(snapshot: Snapshot, dp_rank: int, stored: StoredBatch) -> dict[Handle, Tensor]:
-    payload = reader_of(snapshot).stored_payload(snapshot, dp_rank)
-    place = snapshot.routing_file(dp_rank)
-    return payload_by_handle(stored.paths, payload, place, lost=snapshot.legacy)
+    return load_payload(snapshot, dp_rank, stored.paths)
 
 
 def _split(

@@ -1,0 +1,81 @@
+"""``spike-replay analyze``: what a step's data say about its spike, before any mitigation."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from replay_lib.analysis.signals.summary import Signals
+from replay_lib.cli.arguments import Json, as_path
+from replay_lib.cli.output import print_json, progress, stderr, stdout
+from replay_lib.cli.signals_view import print_signals
+from replay_lib.record import ledger
+from replay_lib.record.keeping import keep_command, snapshot_at, task_of
+from replay_lib.run import Step
+
+
+def analyze(
+    case: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SNAPSHOT_OR_CASE", parser=as_path, help="A snapshot or a case directory."
+        ),
+    ],
+    *,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            parser=as_path,
+            help="A tokenizer.json, or a directory with one: tokens that stand out are told as "
+            "text too.",
+        ),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            "--task",
+            metavar="JOB",
+            help="Keep the result in the ledger of this task [default: the job that the "
+            "snapshot's place names].",
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Tell what a step's data say about its spike: advantages, ratios, lengths, routes, rewards.
+
+    Signs of trouble come first, each with its figure, the bound and the reason of the bound.
+    docs/analyze.md has the meaning of every figure. The ledger keeps the same as --json gives.
+    """
+    belongs = task_of(case, task)
+    command = shlex.join(["spike-replay", *sys.argv[1:]])
+    with keep_command(belongs, command, [snapshot_at(case)], []) as kept:
+        signals = _analyzed(case, tokenizer)
+        document = signals.model_dump(mode="json", by_alias=True)
+        if belongs is not None:
+            kept_as = {"snapshot": signals.snapshot, "signals": document}
+            ledger.append(belongs, "analyzed", run=kept.run, **kept_as)
+    if json:
+        print_json(document)
+    else:
+        print_signals(signals, stdout())
+    if belongs is None:
+        why = "not kept in a ledger: no job is named by the snapshot's place"
+        stderr().print(f"{why}; name a task with --task JOB", soft_wrap=True)
+
+
+def _analyzed(case: Path, tokenizer: Path | None) -> Signals:
+    from replay_lib.analysis.signals.analyzing import analyze as analyze_case
+    from replay_lib.analysis.signals.text import decoder
+
+    decode = None if tokenizer is None else decoder(tokenizer)
+    with progress() as tell:
+
+        def told(done: int, of: int) -> None:
+            tell(Step(case=case.name, what="ranks read", done=done, total=of))
+
+        return analyze_case(case, decode=decode, tell=told)
