@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from replay_lib import layout
 from replay_lib.errors import CaseError, fault
 
 THEN = "Restore the file; if the change is meant, seal the case anew (replay_lib.case_files.seal)"
@@ -102,7 +103,9 @@ def joint_digest(
 
 
 def _files(directory: Path) -> list[Path]:
-    return sorted(file for file in directory.rglob("*") if file.is_file())
+    """Files of a snapshot; what preserving adds is none, it changes while digests are filled in."""
+    added = directory / layout.PRESERVED_MANIFEST
+    return sorted(file for file in directory.rglob("*") if file.is_file() and file != added)
 
 
 def _place(file: Path) -> Path:

@@ -44,6 +44,7 @@ PORTABLE_TRAINER = "trainer.json"
 
 _OUTPUT_DIRECTORY = re.compile(r"^.*~([^~]+)__([A-Za-z0-9.+=@-]+(?:_[A-Za-z0-9.+=@-]+)*)$")
 _ITER = re.compile(r"^iter_(\d{7,18})$")  # a step fits in 64 bits
+_PRESERVED = PRESERVED_ROOT.removeprefix(SNAPSHOT_ROOT)
 _RANK_FILE = re.compile(r"^(batch|routing_payload|grad_info)_rank(\d+)\.pt$")
 
 
@@ -75,6 +76,21 @@ def output_directory(snapshot: Path) -> Path | None:
     root, above = snapshot.parent, snapshot.parent.parent
     inside = root.name.startswith(SNAPSHOT_ROOT) and above.name == CHECKPOINTS
     return above.parent if inside and step_of(snapshot) is not None else None
+
+
+def preserved_root(root: Path) -> Path:
+    """The sibling of a snapshot root that no rotation reaches; of such a one, itself."""
+    return root if is_preserved_root(root) else root.with_name(f"{root.name}{_PRESERVED}")
+
+
+def is_preserved_root(root: Path) -> bool:
+    """Whether a directory's name is that of a root of preserved snapshots."""
+    return root.name.endswith(_PRESERVED)
+
+
+def source_root(root: Path) -> Path:
+    """The root that ``root`` preserves; of any other, itself."""
+    return root.with_name(root.name.removesuffix(_PRESERVED))
 
 
 def batch_file(rank: int) -> str:

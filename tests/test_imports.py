@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "replay_lib"
 
 #: From the ground up: a room imports only from rooms in lines above its own, or from its own line.
 ROOMS = [
-    "errors layout exit_codes writing digests",
+    "errors layout exit_codes writing digests unfinished",
     "batch routing microbatch packing merged tree_check",
     "loss",
     "snapshot",
@@ -32,6 +32,7 @@ ROOMS = [
     "analysis porting",
     "record",
     "report",
+    "finding preserving",
     "quiet replays",
     "run",
     "pin expectations guard sweep",

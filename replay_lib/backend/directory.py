@@ -91,6 +91,7 @@ _NOT_LINKED = (
     layout.MEGATRON_METADATA,
     layout.WORKER_CONFIG,
     layout.TRAINER,
+    layout.PRESERVED_MANIFEST,  # speaks of the directory that it lies in
 )
 
 

@@ -30,12 +30,14 @@ from replay_lib.cli.arguments import (
 from replay_lib.cli.arguments import as_path as _path
 from replay_lib.cli.combine import check_combine, combine_methods
 from replay_lib.cli.doctor import doctor
+from replay_lib.cli.find import find_command
 from replay_lib.cli.guard import guard
 from replay_lib.cli.matrix import matrix
 from replay_lib.cli.merge import merge
 from replay_lib.cli.output import key_value_table, print_error, print_json, progress, stdout
 from replay_lib.cli.pin import pin
 from replay_lib.cli.porting import export, import_
+from replay_lib.cli.preserve import preserve_command
 from replay_lib.cli.report import report
 from replay_lib.cli.views import methods_table, print_replayed, replayed_document, snapshot_values
 from replay_lib.cli.zoo import zoo
@@ -70,6 +72,8 @@ app = typer.Typer(
 app.add_typer(zoo, name="zoo")
 for command in (analyze, doctor, pin, guard, merge, matrix, report):
     app.command()(command)
+app.command("find")(find_command)
+app.command("preserve")(preserve_command)
 app.command("export")(export)
 app.command("import")(import_)
 

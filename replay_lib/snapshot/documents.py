@@ -7,9 +7,11 @@ read as what they say.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+from replay_lib import layout
 from replay_lib.errors import IncompleteSnapshotError, SnapshotError, fault
 
 COPY_AGAIN = (
@@ -60,3 +62,11 @@ def read_json(path: Path, why: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise SnapshotError(fault(path, None, f"a JSON {type(value).__name__}", why))
     return value
+
+
+def file_sizes(directory: Path) -> dict[str, int]:
+    """Bytes of each file right inside, by name, sorted; what preserving added is left out."""
+    with os.scandir(directory) as entries:
+        found = {e.name: e.stat().st_size for e in entries if e.is_file()}
+    found.pop(layout.PRESERVED_MANIFEST, None)
+    return dict(sorted(found.items()))

@@ -6,13 +6,14 @@ files do not: completeness is checked file by file.
 
 from __future__ import annotations
 
+import os
 import zipfile
 from pathlib import Path
 from typing import Any
 
 from replay_lib import layout
 from replay_lib.errors import IncompleteSnapshotError, SnapshotError, fault
-from replay_lib.snapshot.documents import COPY_AGAIN, missing, read_json
+from replay_lib.snapshot.documents import COPY_AGAIN, file_sizes, missing, read_json
 from replay_lib.snapshot.model import (
     Parallel,
     RankFiles,
@@ -21,6 +22,7 @@ from replay_lib.snapshot.model import (
     WorkerConfig,
     worker_from,
 )
+from replay_lib.snapshot.preserved import check_preserved
 from replay_lib.snapshot.stated import (
     integer,
     metadata_version,
@@ -36,9 +38,11 @@ def open_snapshot(path: str | Path) -> Snapshot:
     """Read and check the snapshot in directory ``path``, in either layout; needs no torch.
 
     Raises IncompleteSnapshotError naming the first file that is missing or cut short, and
-    SnapshotError where a file says something it cannot.
+    SnapshotError where a file says something it cannot, or where the files of a preserved snapshot
+    are no longer those that were preserved.
     """
     directory = _directory(Path(path))
+    check_preserved(directory)
     if layout.is_portable(directory):
         from replay_lib.snapshot.portable.opening import open_portable
 
@@ -63,7 +67,7 @@ def open_snapshot(path: str | Path) -> Snapshot:
         parallel=parallel,
         worker=worker,
         dp_rank_files=_rank_files(directory, parallel, count),
-        sizes={p.name: p.stat().st_size for p in sorted(directory.iterdir()) if p.is_file()},
+        sizes=file_sizes(directory),
     )
 
 
@@ -72,7 +76,9 @@ def _directory(path: Path) -> Path:
         raise IncompleteSnapshotError(
             fault(path, None, "no such directory", "a snapshot directory (iter_*)")
         )
-    inside = sorted(p.name for p in path.iterdir() if layout.step_of(p) is not None)
+    with os.scandir(path) as entries:
+        names = [entry.name for entry in entries if entry.name.startswith("iter_")]
+    inside = sorted(name for name in names if layout.step_of(Path(name)) is not None)
     if inside:
         raise SnapshotError(
             fault(

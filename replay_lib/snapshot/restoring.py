@@ -58,6 +58,7 @@ def megatron_metadata(snapshot: Snapshot) -> dict[str, object]:
 
 def _fill(directory: Path, snapshot: Snapshot) -> None:
     names = {path.name: path.name for path in snapshot.path.iterdir()}
+    names.pop(layout.PRESERVED_MANIFEST, None)  # it speaks of the directory that it lies in
     if snapshot.legacy:
         names[layout.MEGATRON_METADATA] = layout.AXRL_METADATA
     for name, linked_as in names.items():

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import errno
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +20,7 @@ from replay_lib.snapshot.model import Parallel, Snapshot
 from replay_lib.snapshot.opening import open_snapshot
 from replay_lib.snapshot.reader import reader_of
 from replay_lib.snapshot.stated import parallel_from
+from replay_lib.unfinished import flush, hidden_sibling, take_place_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -137,20 +135,16 @@ def whole_directory(target: Path) -> Iterator[Path]:
     """
     if target.exists():
         raise SnapshotError(fault(target, None, "a directory that exists", "a new name"))
-    with _place_named(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
+    with ExitStack() as built:
+        with _place_named(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            temporary = built.enter_context(hidden_sibling(target))
         with _place_named(target, _FULL):
             temporary.chmod(0o755)
             yield temporary
             for path in (*temporary.rglob("*"), temporary):
-                _flush(path)
-            temporary.rename(target)
-            _flush(target.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+                flush(path)
+            take_place_of(temporary, target)
 
 
 #: What a file system says that has no room, or is gone.
@@ -168,14 +162,6 @@ def _place_named(target: Path, kinds: Container[int] | None = None) -> Iterator[
         found = f"a place that cannot be written ({error.strerror or error})"
         expected = "a new directory where files can be made, with room for them"
         raise UsageError(fault(target, None, found, expected)) from error
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write_tensors(directory: Path, name: str, content: Content) -> None:

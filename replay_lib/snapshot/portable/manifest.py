@@ -24,8 +24,8 @@ from replay_lib.snapshot.portable.codec import from_bytes, plain_from_bytes, to_
 
 SCHEMA = 1
 KIND = "axrl-spike-replay portable snapshot"
-#: May lie beside the files: a case that is its own snapshot.
-BESIDE = frozenset({layout.PORTABLE, layout.CASE_FILE})
+#: May lie beside the files: a case that is its own snapshot, and what preserving adds.
+BESIDE = frozenset({layout.PORTABLE, layout.CASE_FILE, layout.PRESERVED_MANIFEST})
 #: Bytes of a file's name, on every file system in use.
 LONGEST_NAME = 255
 _WHY = "the list of a portable snapshot's files"

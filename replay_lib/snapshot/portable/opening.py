@@ -7,7 +7,7 @@ from typing import Any
 
 from replay_lib import layout
 from replay_lib.errors import SnapshotError, fault
-from replay_lib.snapshot.documents import missing
+from replay_lib.snapshot.documents import file_sizes, missing
 from replay_lib.snapshot.model import (
     Parallel,
     RankFiles,
@@ -51,7 +51,7 @@ def open_portable(directory: Path) -> Snapshot:
         parallel=parallel,
         worker=validated(WorkerConfig, worker_from, raw, raw_source),
         dp_rank_files=tuple(_rank_files(manifest, parallel, d) for d in range(parallel.dp)),
-        sizes={p.name: p.stat().st_size for p in sorted(directory.iterdir()) if p.is_file()},
+        sizes=file_sizes(directory),
         portable=True,
     )
 

@@ -1,0 +1,370 @@
+"""``preserve``: a copy that outlives the rotation, and what is told when it is no longer one."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_ran import Ran
+from output_trees import content, make_output, make_snapshot
+
+from replay_lib.analysis import examine_case
+from replay_lib.case_files import seal
+from replay_lib.digests import digests
+from replay_lib.errors import IncompleteSnapshotError, SnapshotError, UsageError
+from replay_lib.porting import export_case
+from replay_lib.preserving import Preserved, placing, preserve, verify
+from replay_lib.preserving import keeping as keeping_module
+from replay_lib.record import ledger
+from replay_lib.record.task import Task
+from replay_lib.snapshot import open_snapshot, temporary_replay_directory
+from replay_lib.snapshot.preserved import check_preserved, read_manifest
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return make_snapshot(tmp_path / "x~job-a__actor" / "checkpoints" / "spike_snapshots", 85)
+
+
+def root_of(source: Path) -> Path:
+    return source.parent.with_name("spike_snapshots-active")
+
+
+def visible(root: Path) -> list[str]:
+    return sorted(p.name for p in root.iterdir() if p.name != ".locks") if root.is_dir() else []
+
+
+def test_large_files_are_linked_and_small_ones_copied(source: Path) -> None:
+    before = content(source)
+    done = preserve(source, task="job-a", role="actor")
+    assert done.path == root_of(source) / "iter_0000085"
+    assert (done.already, done.source_gone, done.cleared) == (False, False, ())
+    for name, kept in done.manifest.files.items():
+        same = (done.path / name).stat().st_ino == (source / name).stat().st_ino
+        assert same == name.endswith(".distcp") == (kept.how == "linked"), name
+        assert kept.mtime_ns == (source / name).stat().st_mtime_ns
+        assert (kept.sha256 is None) == (kept.how == "linked")
+    assert set(done.manifest.files) == set(before)
+    assert content(source) == before
+    shutil.rmtree(source)
+    kept_content = content(done.path)
+    kept_content.pop("preserved.json")
+    assert kept_content == before
+    opened = open_snapshot(done.path)
+    assert (opened.step, len(opened.sizes)) == (85, len(before))
+
+
+def test_a_file_over_the_size_is_linked_whatever_it_is(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placing, "LINK_BYTES", (source / "batch_rank0.pt").stat().st_size)
+    done = preserve(source)
+    assert done.manifest.files["batch_rank0.pt"].how == "linked"
+    assert done.manifest.files["trainer.pt"].how == "copied"
+
+
+def test_once_more_is_told_and_does_nothing(source: Path) -> None:
+    preserve(source)
+    before = content(root_of(source))
+    again = preserve(source)
+    assert (again.already, again.path) == (True, root_of(source) / "iter_0000085")
+    of_itself = preserve(again.path)
+    assert (of_itself.already, of_itself.source) == (True, source)
+    shutil.rmtree(source)
+    assert preserve(again.path).source_gone
+    after = content(root_of(source))
+    assert {k: v for k, v in after.items() if ".locks" not in k} == {
+        k: v for k, v in before.items() if ".locks" not in k
+    }
+
+
+def test_a_rewrite_in_place_is_noticed_by_whatever_opens_it(source: Path, tmp_path: Path) -> None:
+    kept = preserve(source).path
+    linked = source / "__0_0.distcp"
+    data = linked.read_bytes()
+    with linked.open("r+b") as file:  # as a trainer that resumed: the same file, other bytes
+        file.write(b"\x00" * 64)
+    told = r"found 1 of \d+ files changed: __0_0.distcp \(written since\)"
+    for opens in (
+        lambda: open_snapshot(kept),
+        lambda: export_case(kept, tmp_path / "out"),
+        lambda: preserve(kept),
+        lambda: preserve(source),
+    ):
+        with pytest.raises(SnapshotError, match=told):
+            opens()
+    assert "__0_0.distcp (written since)" in examine_case(kept).findings[0].found
+    linked.write_bytes(data + b"x")
+    with pytest.raises(SnapshotError, match=f"{len(data) + 1} bytes instead of {len(data)}"):
+        open_snapshot(kept)
+    (kept / "__0_0.distcp").unlink()
+    with pytest.raises(IncompleteSnapshotError, match=r"__0_0\.distcp \(gone\)"):
+        open_snapshot(kept)
+    (kept / "__0_0.distcp").write_bytes(data)
+    stat = read_manifest(kept).files["__0_0.distcp"]  # type: ignore[union-attr]
+    os.utime(kept / "__0_0.distcp", ns=(stat.mtime_ns, stat.mtime_ns))
+    with pytest.raises(SnapshotError, match="another file in its place"):
+        open_snapshot(kept)
+
+
+def test_content_decides_where_somebody_asks(source: Path) -> None:
+    kept = preserve(source, verified=True)
+    assert kept.manifest.hashed == len(kept.manifest.files)
+    file = kept.path / "__0_0.distcp"
+    os.utime(file, (1, 1))
+    with pytest.raises(SnapshotError, match="written since"):
+        open_snapshot(kept.path)
+    assert preserve(kept.path, verified=True).verified  # the same content: its time is noted
+    open_snapshot(kept.path)
+    stat = file.stat()
+    with file.open("r+b") as opened:
+        opened.write(b"\x01")
+    os.utime(file, ns=(stat.st_mtime_ns, stat.st_mtime_ns))
+    open_snapshot(kept.path)  # a forged time is seen by reading alone
+    with pytest.raises(SnapshotError, match=r"files that differ: __0_0\.distcp \(another content"):
+        verify(kept.path)
+
+
+def test_what_was_never_read_cannot_be_vouched_for(source: Path) -> None:
+    kept = preserve(source)
+    os.utime(source / "__0_0.distcp", (1, 1))
+    with pytest.raises(SnapshotError, match="written since, and its content was not known"):
+        preserve(kept.path, verified=True)
+
+
+def test_a_copy_elsewhere_is_compared_by_size_and_content(source: Path, tmp_path: Path) -> None:
+    kept = preserve(source, verified=True).path
+    elsewhere = tmp_path / "node" / "iter_0000085"
+    shutil.copytree(kept, elsewhere, copy_function=shutil.copyfile)
+    os.utime(kept, None)
+    assert check_preserved(elsewhere) is not None
+    before = (elsewhere / "preserved.json").read_bytes()
+    verify(elsewhere)
+    assert (elsewhere / "preserved.json").read_bytes() == before
+    with (elsewhere / "trainer.pt").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(SnapshotError, match=r"trainer\.pt"):
+        open_snapshot(elsewhere)
+
+
+def test_the_manifest_is_no_file_of_the_snapshot(source: Path, tmp_path: Path) -> None:
+    kept = preserve(source).path
+    assert examine_case(kept).as_json()["findings"] == examine_case(source).as_json()["findings"]
+    assert set(digests(kept.parent, [kept.name])) == {
+        f"{kept.name}/{path.name}" for path in source.iterdir()
+    }
+    with temporary_replay_directory(kept) as replayed:
+        assert not (replayed / "preserved.json").exists()
+        open_snapshot(replayed)
+    portable = export_case(kept, tmp_path / "portable")
+    assert portable.files == export_case(source, tmp_path / "plain").files
+    case = tmp_path / "case"
+    shutil.copytree(kept, case / "snapshot" / "iter_0000085")
+    (case / "case.yaml").write_text("schema: 1\nsnapshot: snapshot/iter_0000085\n")
+    sealed = seal(case)
+    assert not any("preserved.json" in name for name in sealed.sha256)
+    verify(case / "snapshot" / "iter_0000085")
+    sealed.require()
+
+
+def refusing(code: int) -> Callable[[Path, Any], None]:
+    def refuse(_self: Path, _target: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return refuse
+
+
+@pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM, errno.EMLINK])
+def test_what_cannot_be_linked_is_copied(
+    source: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    before = content(source)
+    monkeypatch.setattr(Path, "hardlink_to", refusing(code))
+    told: list[tuple[int, int]] = []
+    done = preserve(source, tell=lambda done, total, _: told.append((done, total)))
+    assert done.manifest.linked == 0
+    size = sum(len(data) for data, _ in before.values())
+    assert told[-1] == (size, size)
+    kept = content(done.path)
+    kept.pop("preserved.json")
+    assert kept == before == content(source)
+    with (source / "__0_0.distcp").open("r+b") as file:
+        file.write(b"\x00" * 64)
+    open_snapshot(done.path)  # nothing of it is shared
+
+
+def test_a_full_disk_leaves_nothing(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = content(source)
+
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UsageError, match="cannot be written \\(No space left on device\\)"):
+        preserve(source)
+    assert visible(root_of(source)) == []
+    assert content(source) == before
+    monkeypatch.undo()
+    assert not preserve(source).already
+
+
+@pytest.mark.parametrize("kind", ["out", "dangling", "pipe"])
+def test_only_regular_files_are_taken(source: Path, tmp_path: Path, kind: str) -> None:
+    (tmp_path / "secret").write_text("x")
+    odd = source / "extra.bin"
+    if kind == "out":
+        odd.symlink_to(tmp_path / "secret")
+    elif kind == "dangling":
+        odd.symlink_to(tmp_path / "absent")
+    else:
+        os.mkfifo(odd)
+    with pytest.raises(SnapshotError, match=r"extra\.bin: found (a link to|neither a file)"):
+        preserve(source)
+    assert visible(root_of(source)) == []
+
+
+def test_links_inside_and_directories_are_taken_as_files(source: Path) -> None:
+    (source / "tokenizer").mkdir()
+    (source / "tokenizer" / "merges.txt").write_text("a b")
+    (source / "alias.pt").symlink_to("trainer.pt")
+    done = preserve(source, settled=0)
+    assert (done.path / "tokenizer" / "merges.txt").read_text() == "a b"
+    assert not (done.path / "alias.pt").is_symlink()
+    assert (done.path / "alias.pt").read_bytes() == (source / "trainer.pt").read_bytes()
+
+
+def test_an_unfinished_snapshot_is_not_taken(source: Path) -> None:
+    (source / "batch_rank1.pt").unlink()
+    with pytest.raises(IncompleteSnapshotError, match="Wait until all ranks have finished"):
+        preserve(source)
+    assert not root_of(source).exists()
+
+
+def test_one_that_is_still_written_is_waited_for(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.utime(source / "grad_info_rank0.pt", None)
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) < 3:
+            (source / f"late{len(slept)}.pt").touch()
+
+    monkeypatch.setattr("replay_lib.preserving.source.time.sleep", sleep)
+    assert "late2.pt" in preserve(source).manifest.files
+    assert slept == [3.0, 3.0, 3.0]
+
+
+def test_a_file_that_changes_meanwhile_stops_it(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = keeping_module.place_files
+
+    def written(*arguments: Any) -> Any:
+        placed = place(*arguments)
+        (source / "late.pt").touch()
+        return placed
+
+    monkeypatch.setattr(keeping_module, "place_files", written)
+    with pytest.raises(SnapshotError, match=r"is being written \(late\.pt changed\)"):
+        preserve(source)
+    assert visible(root_of(source)) == []
+
+
+def test_the_trainer_wrote_the_step_again(source: Path) -> None:
+    done = preserve(source)
+    for name in ("batch_rank0.pt", "__0_0.distcp"):
+        (source / name).unlink()
+        (source / name).write_bytes(b"PK another run")
+    with pytest.raises(SnapshotError, match="found 2 files that are not those preserved"):
+        preserve(source)
+    open_snapshot(done.path)
+
+
+def test_a_directory_that_somebody_made_by_hand_is_left_alone(source: Path) -> None:
+    shutil.copytree(source, root_of(source) / "iter_0000085")
+    with pytest.raises(SnapshotError, match=r"without preserved\.json, not made by this command"):
+        preserve(source)
+
+
+def test_two_at_once_do_the_work_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, inside, go_on = keeping_module.place_files, threading.Event(), threading.Event()
+
+    def slowly(*arguments: Any) -> Any:
+        inside.set()
+        assert go_on.wait(30)
+        return place(*arguments)
+
+    monkeypatch.setattr(keeping_module, "place_files", slowly)
+    results: list[Preserved] = []
+    first = threading.Thread(target=lambda: results.append(preserve(source)))
+    first.start()
+    assert inside.wait(30)
+    second = threading.Thread(
+        target=lambda: results.append(preserve(source, waiting=lambda _: go_on.set()))
+    )
+    second.start()
+    first.join(30)
+    second.join(30)
+    assert sorted(done.already for done in results) == [False, True]
+    assert visible(root_of(source)) == ["iter_0000085"]
+
+
+def test_broken_manifests_are_refused_by_field(source: Path) -> None:
+    kept = preserve(source).path
+    file = kept / "preserved.json"
+    raw = json.loads(file.read_text())
+    raw["files"]["../x"] = raw["files"]["trainer.pt"]
+    for broken, told in (
+        (raw, "files: found '../x'"),
+        (raw | {"schema": 2}, "A newer version of this package wrote it"),
+        (raw | {"files": {"a": {"size": -1}}}, r"files\.a\.size: found -1"),
+    ):
+        file.write_text(json.dumps(broken))
+        with pytest.raises(SnapshotError, match=told):
+            open_snapshot(kept)
+
+
+def test_the_command_on_a_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    output = make_output(tmp_path, "x~job-a__actor", [85, 90, 95])
+    (output / "checkpoints/spike_snapshots/iter_0000090/trainer.pt").unlink()
+    ran = Ran(capsys, "preserve", output, "--no-hash", "--json")
+    assert ran.code == 3
+    assert [one["step"] for one in ran.document["preserved"]] == [85, 95]
+    assert "trainer.pt: found no such file" in ran.document["error"]["message"]
+    events = ledger.read(Task("job-a"))
+    assert [(e.kind, Path(e.data["preserved"]).name) for e in events] == [
+        ("preserved", "iter_0000085"),
+        ("preserved", "iter_0000095"),
+    ]
+    assert {"snapshot", "preserved", "files", "bytes", "how"} == set(events[0].data)
+    again = Ran(capsys, "preserve", output / "checkpoints/spike_snapshots/iter_0000085", "--verify")
+    assert again.code == 0
+    assert "preserved already" in again.out
+    assert "every file was read" in again.out
+    assert len(ledger.read(Task("job-a"))) == 2
+
+
+def test_the_command_without_a_task_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = make_snapshot(tmp_path / "spike_snapshots", 85)
+    ran = Ran(capsys, "preserve", source, "--no-hash", "--json")
+    assert ran.code == 0
+    assert ran.document["task"] is None
+    assert "name a task with --task JOB" in ran.err
+    named = Ran(capsys, "preserve", source, "--no-hash", "--task", "job-b", "--json")
+    assert named.document["task"] == "job-b"
+    assert [e.kind for e in ledger.read(Task("job-b"))] == ["preserved"]
