@@ -10,7 +10,7 @@ until somebody says that both are right (and why), or that the old one is gone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,12 +21,14 @@ from replay_lib.errors import CaseError, UsageError, fault
 from replay_lib.expectations import check_expected
 from replay_lib.expected import Expected
 from replay_lib.methods import callable_alone, left_out, load_methods
+from replay_lib.patch import Mitigation
 from replay_lib.record.baselines import files_in, read_document
 from replay_lib.record.drift import compared, environment_of
 from replay_lib.record.refusal import Refusal
 from replay_lib.record.result import Result
 from replay_lib.rule import Verdict, compare
 from replay_lib.run import (
+    Keep,
     Replayed,
     ReplayOptions,
     Tell,
@@ -105,6 +107,7 @@ def pin(
     *,
     write: bool,
     wish: Wish = Wish(),
+    keep: Keep = lambda _one: None,
 ) -> Pinned:
     """Replay ``labels`` (none given: all registered methods and what the case expects already).
 
@@ -118,8 +121,9 @@ def pin(
         raise UsageError("pin: a part of the ranks is a diagnostic; pin what all of them give")
     methods = load_methods(options.mitigations)
     check_expected(case, methods)
-    asked = list(labels) or list(dict.fromkeys([*case.expected, *callable_alone(methods)]))
-    replayed = replay_case(case, parse_experiments(asked, "baseline", methods), options, tell)
+    asked = labels or labels_to_pin(case, methods)
+    experiments = parse_experiments(asked, "baseline", methods)
+    replayed = replay_case(case, experiments, options, tell, keep=keep)
     _require_baseline(case, replayed)
     changes = tuple(_change(case, result, wish) for result in replayed.results[1:])
     found = {c.experiment: c.after.plain() for c in changes if c.after != c.before}
@@ -127,6 +131,11 @@ def pin(
         write_expected(directory, found)
     without = "" if labels else left_out(methods)
     return Pinned(case.name, changes, replayed.refused, write and bool(found), without)
+
+
+def labels_to_pin(case: Case, methods: Mapping[str, Mitigation]) -> list[str]:
+    """What is pinned where nobody says: what is expected, and all that need no parameter."""
+    return list(dict.fromkeys([*case.expected, *callable_alone(methods)]))
 
 
 def _case(directory: Path) -> Case:

@@ -28,6 +28,7 @@ from replay_lib.errors import SpikeReplayError
 from replay_lib.methods import left_out
 from replay_lib.pytest_cases import cases_of, check_named, methods_of, no_case, params_of
 from replay_lib.pytest_run import LINES, RunKeeper, ShardSelection, results_folder, shard_of
+from replay_lib.pytest_task import check_task, keep_case
 from replay_lib.record.result import Result, SideEffect
 from replay_lib.record.shards import dearest_first
 from replay_lib.record.summary import summary_lines
@@ -115,6 +116,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="keep outcomes, results and a report in this folder (spike-replay merge reads it)",
     )
     group.addoption(
+        "--spike-task",
+        metavar="JOB",
+        help="keep every replay in the ledger of this task [default: that of a case's snapshot]",
+    )
+    group.addoption(
         "--shard",
         metavar="I/N",
         help="run the I-th of N parts of the tests; a case is never split",
@@ -136,6 +142,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", marker)
     try:
         _options(config)
+        check_task(config)
         shard = shard_of(config)
         if config.getoption("--spike-cases") is not None:
             check_named(config)
@@ -220,9 +227,11 @@ def mitigation(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def _spike_sessions(case: Case, request: pytest.FixtureRequest) -> Iterator[Sessions]:
     """Sessions of one case in this process, one a device; closed before the next case."""
-    sessions = Sessions(case, _options(request.config), _labels_of(case, request.session.items))
-    yield sessions
-    sessions.close()
+    labels = _labels_of(case, request.session.items)
+    with keep_case(request.session, case, labels) as keep:
+        sessions = Sessions(case, _options(request.config), labels, keep)
+        yield sessions
+        sessions.close()
 
 
 def _options(config: pytest.Config) -> ReplayOptions:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -112,7 +112,15 @@ class Step:
 Tell = Callable[[Step], None]
 
 
+#: Called with each result and each refused experiment as it arrives, before anything is told of it.
+Keep = Callable[[Result | Refusal], None]
+
+
 def _silent(_: Step) -> None:
+    return None
+
+
+def _kept_nowhere(_: Result | Refusal) -> None:
     return None
 
 
@@ -184,11 +192,17 @@ class OpenCase:
     recorded: Recorded
     methods: Mapping[str, Mitigation]
     quiet: QuietControl | None
+    keep: Keep = _kept_nowhere  # of what is asked for again, the first result alone
     _replays: Replays | None = None
+    _arrived: set[tuple[str, str]] = field(default_factory=set)
 
     @classmethod
     def open(
-        cls, case: Case, options: ReplayOptions, methods: Mapping[str, Mitigation] | None = None
+        cls,
+        case: Case,
+        options: ReplayOptions,
+        methods: Mapping[str, Mitigation] | None = None,
+        keep: Keep = _kept_nowhere,
     ) -> OpenCase:
         """``case`` with its snapshots present; no worker is started yet.
 
@@ -206,7 +220,7 @@ class OpenCase:
         known = load_methods(options.mitigations) if methods is None else methods
         options = beside_case(case, options)
         quiet = _quiet_of(case, options, known)
-        return cls(case, options, recorded_of(case.snapshot), known, quiet)
+        return cls(case, options, recorded_of(case.snapshot), known, quiet, keep)
 
     def start(self) -> None:
         """Start the worker and replay the baseline, unless that is done."""
@@ -235,7 +249,11 @@ class OpenCase:
         assert self._replays is not None
         arriving = self._replays.ask(experiments)
         for experiment in experiments:
-            yield self._judge(self._replays, experiment, arriving)
+            result = self._judge(self._replays, experiment, arriving)
+            if key_of(experiment) not in self._arrived:
+                self.keep(result)
+                self._arrived.add(key_of(experiment))
+            yield result
 
     def close(self) -> None:
         """End the worker; safe to call twice. The next replay starts another one."""
@@ -323,17 +341,20 @@ def replay_case(
     options: ReplayOptions,
     tell: Tell = _silent,
     at_last: AtLast = _no_more,
+    *,
+    keep: Keep = _kept_nowhere,
 ) -> Replayed:
     """The baseline's result, then those of ``experiments``, from one session.
 
     ``at_last`` is given that session and everything that came of it, before the session ends.
+    ``keep`` is given each result and each refusal as it arrives, whatever happens after.
 
     Where the case has a quiet control, ``experiments`` are replayed on that first.
     An experiment that a case cannot take (a column is absent, a setting contradicts) is refused
     alone; the others are replayed.
     """
     asked = [Experiment.baseline(), *(e for e in experiments if e.mitigations)]
-    opened = OpenCase.open(case, options)
+    opened = OpenCase.open(case, options, keep=keep)
     try:
         return opened.parting(_all_together(opened, asked, tell), at_last)
     finally:
@@ -368,5 +389,7 @@ def _one_by_one(opened: OpenCase, experiments: Sequence[Experiment]) -> Replayed
         try:
             replayed += Replayed(tuple(opened.results([experiment])))
         except REFUSALS as error:
-            replayed += Replayed((), (Refusal(opened.case.name, experiment.name, error),))
+            refusal = Refusal(opened.case.name, experiment.name, error)
+            opened.keep(refusal)
+            replayed += Replayed((), (refusal,))
     return replayed

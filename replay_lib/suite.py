@@ -17,9 +17,10 @@ from replay_lib.patch import Mitigation
 from replay_lib.quiet import REFUSALS
 from replay_lib.record.baselines import file_of, read_document
 from replay_lib.record.drift import compared, environment_of
+from replay_lib.record.refusal import Refusal
 from replay_lib.record.result import Result, SideEffect
 from replay_lib.record.summary import in_order
-from replay_lib.run import OpenCase, ReplayOptions, parse_experiments
+from replay_lib.run import Keep, OpenCase, ReplayOptions, parse_experiments
 
 PROPERTY = "spike_replay_result"
 NO_CASES = object()
@@ -33,22 +34,37 @@ class Sessions:
     starts, and then all replayed in one request, where those that change only the loss share a
     forward. A case that cannot be opened is not tried again for its next test. A method that is
     refused, or that a worker dies of, takes no other along: then each test asks for its own.
+
+    ``keep`` is given each result as it arrives, the baseline's too, and each failure.
     """
 
-    def __init__(self, case: Case, options: ReplayOptions, labels: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        case: Case,
+        options: ReplayOptions,
+        labels: Sequence[str] = (),
+        keep: Keep = lambda _one: None,
+    ) -> None:
         self._case = case
+        self._keep = keep
         self._options = options
         self._labels = labels
         self._open: dict[str, OpenCase] = {}
         self._unopenable: dict[str, SpikeReplayError] = {}
         self._asked_all: set[str] = set()
+        self._kept_baseline: set[str] = set()
         ranks = 1 if options.layout == AUTO else Layout.parse(options.layout).ranks
         self._size = max(case.needs.devices, ranks)  # devices that this case takes at once
 
     def replay(self, mitigation: str, against: str, device: str) -> Result:
         """The judged result of one experiment on ``device`` (auto, cpu or cuda)."""
-        with own_devices(self._size):
-            return self._replay(mitigation, against, _resolved(device))
+        try:
+            with own_devices(self._size):
+                return self._replay(mitigation, against, _resolved(device))
+        except SpikeReplayError as error:
+            if not any(error is known for known in self._unopenable.values()):
+                self._keep(Refusal(self._case.name, mitigation, error))
+            raise
 
     def _replay(self, mitigation: str, against: str, where: str) -> Result:
         opened = self._opened(where)
@@ -61,6 +77,9 @@ class Sessions:
         except EngineError:
             opened.close()
             raise
+        if where not in self._kept_baseline:
+            self._kept_baseline.add(where)
+            list(opened.results([Experiment.baseline()]))  # known by now: nothing is replayed
         return result
 
     def side_effect(self, mitigation: str, device: str) -> SideEffect:
@@ -96,7 +115,7 @@ class Sessions:
     def _opened(self, where: str) -> OpenCase:
         if where not in self._open:
             options = dataclasses.replace(self._options, device=where)
-            self._open[where] = OpenCase.open(self._case, options)
+            self._open[where] = OpenCase.open(self._case, options, keep=self._keep)
         return self._open[where]
 
     def _start(self, where: str) -> None:
@@ -106,6 +125,7 @@ class Sessions:
             self._open[where].start()
         except SpikeReplayError as error:
             self._unopenable[where] = error
+            self._keep(Refusal(self._case.name, Experiment.baseline().name, error))
             raise
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ ROOMS = [
     "pin expectations guard sweep",
     "zoo",
     "demo listing suite",
-    "cli pytest_cases pytest_run pytest_plugin",
+    "cli pytest_cases pytest_run pytest_task pytest_plugin",
 ]
 
 

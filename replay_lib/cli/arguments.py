@@ -98,6 +98,15 @@ ResultsFile = Annotated[
     Path | None,
     typer.Option("--results", metavar="FILE", parser=as_path, help="Append the results to FILE."),
 ]
+TaskName = Annotated[
+    str | None,
+    typer.Option(
+        "--task",
+        metavar="JOB",
+        help="Keep everything in the ledger of this task [default: the job that the snapshot "
+        "was preserved for, or that its output directory names].",
+    ),
+]
 METHOD_SYNTAX = (
     "A method is a slug, slug:name=value,name=value, or module:function; a+b applies both."
 )

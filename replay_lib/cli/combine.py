@@ -9,10 +9,11 @@ from pathlib import Path
 from rich.table import Table
 
 from replay_lib.case import Case
-from replay_lib.cli.output import print_json, progress, stdout
+from replay_lib.cli.output import error_document, print_json, progress, stdout
 from replay_lib.cli.views import print_replayed, replayed_document
 from replay_lib.engine.protocol import Experiment
 from replay_lib.errors import UsageError
+from replay_lib.record.keeping import Kept
 from replay_lib.run import ReplayOptions
 from replay_lib.sweep.report import TITLES, document, front_rows, remarks
 from replay_lib.sweep.sweeping import BUDGET, Swept, sweep
@@ -41,15 +42,19 @@ def combine_methods(
     budget: int,
     results: Path | None,
     json: bool,
+    kept: Kept,
 ) -> int:
     """Search, show what came of it, and give the exit code."""
     started = time.monotonic()
     with progress() as tell:
-        swept = sweep(case, experiments, options, budget=budget, file=results, tell=tell)
+        swept = sweep(
+            case, experiments, options, budget=budget, file=results, tell=tell, keep=kept.keep
+        )
+    kept.complete(swept.results)
     if json:
         seconds = time.monotonic() - started
         told = replayed_document(swept.replayed, seconds) | {"exit_code": swept.exit_code}
-        print_json(told | {"sweep": document(swept)})
+        print_json(told | {"sweep": document(swept)} | error_document(kept.retry()))
     else:
         _show(swept)
     return swept.exit_code

@@ -25,6 +25,7 @@ from replay_lib.cli.arguments import (
     Repeats,
     ResultsFile,
     Rows,
+    TaskName,
     Trainer,
 )
 from replay_lib.cli.arguments import as_path as _path
@@ -32,13 +33,22 @@ from replay_lib.cli.combine import check_combine, combine_methods
 from replay_lib.cli.doctor import doctor
 from replay_lib.cli.find import find_command
 from replay_lib.cli.guard import guard
+from replay_lib.cli.keeping import Call, keeping
 from replay_lib.cli.matrix import matrix
 from replay_lib.cli.merge import merge
-from replay_lib.cli.output import key_value_table, print_error, print_json, progress, stdout
+from replay_lib.cli.output import (
+    error_document,
+    key_value_table,
+    print_error,
+    print_json,
+    progress,
+    stdout,
+)
 from replay_lib.cli.pin import pin
 from replay_lib.cli.porting import export, import_
 from replay_lib.cli.preserve import preserve_command
 from replay_lib.cli.report import report
+from replay_lib.cli.task import task as task_commands
 from replay_lib.cli.views import methods_table, print_replayed, replayed_document, snapshot_values
 from replay_lib.cli.zoo import zoo
 from replay_lib.demo import RESULTS, run_demo
@@ -70,6 +80,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(zoo, name="zoo")
+app.add_typer(task_commands, name="task")
 for command in (analyze, doctor, pin, guard, merge, matrix, report):
     app.command()(command)
 app.command("find")(find_command)
@@ -95,6 +106,7 @@ def show(
 
 @app.command(epilog=METHOD_SYNTAX)
 def replay(
+    context: typer.Context,
     case: Annotated[
         Path,
         typer.Argument(
@@ -118,9 +130,11 @@ def replay(
     repeats: Repeats = LEAST_REPEATS,
     backend: Backend = "native",
     results: ResultsFile = None,
+    task: TaskName = None,
     json: Json = False,
 ) -> None:
     """Replay a recorded step, as it was and under each METHOD, and judge the results."""
+    call = Call(context, task, case)
     options = _options(
         device,
         precision=precision,
@@ -133,11 +147,12 @@ def replay(
         repeats=repeats,
         backend=backend,
     )
-    _replay(case, method or [], against, options, results=results, json=json)
+    _replay(call, method or [], against, options, results=results, json=json)
 
 
 @app.command(epilog=METHOD_SYNTAX)
 def sweep(
+    context: typer.Context,
     case: Annotated[
         Path,
         typer.Argument(
@@ -168,9 +183,11 @@ def sweep(
     repeats: Repeats = LEAST_REPEATS,
     backend: Backend = "native",
     results: ResultsFile = None,
+    task: TaskName = None,
     json: Json = False,
 ) -> None:
     """Try many methods on one case, in one session."""
+    call = Call(context, task, case)
     limit = check_combine(combine, budget)
     options = _options(
         device,
@@ -188,12 +205,15 @@ def sweep(
     notice = "" if methods or json else left_out(known)
     chosen = methods or callable_alone(known)
     if limit is None:
-        _replay(case, chosen, against, options, results=results, json=json, notice=notice)
-    opened, experiments = _checked(case, chosen, against, options, results)
-    code = combine_methods(opened, experiments, options, budget=limit, results=results, json=json)
-    if notice:
-        stdout().print(notice, markup=False)
-    raise typer.Exit(code)
+        _replay(call, chosen, against, options, results=results, json=json, notice=notice)
+    with keeping(call, chosen) as kept:
+        opened, experiments = _checked(case, chosen, against, options, results)
+        kept.exit_code = combine_methods(
+            opened, experiments, options, budget=limit, results=results, json=json, kept=kept
+        )
+        if notice:
+            stdout().print(notice, markup=False)
+    raise typer.Exit(kept.status)
 
 
 @app.command()
@@ -296,7 +316,7 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
 
 
 def _replay(
-    path: Path,
+    call: Call,
     texts: list[str],
     against: str,
     options: ReplayOptions,
@@ -306,21 +326,23 @@ def _replay(
     notice: str = "",
 ) -> NoReturn:
     started = time.monotonic()
-    opened, experiments = _checked(path, texts, against, options, results)
-    with progress() as tell:
-        replayed: Replayed = replay_case(opened, experiments, options, tell)
-    lost = _not_kept(results, replayed)
-    seconds = time.monotonic() - started
-    if json:
-        told = {"error": {"code": lost.code, "message": str(lost)}} if lost else {}
-        print_json(replayed_document(replayed, seconds) | told)
-    else:
-        print_replayed(replayed, stdout())
-        if notice:
-            stdout().print(notice, markup=False)
-        if lost:
-            print_error(lost.code, str(lost), as_json=False)
-    raise typer.Exit(lost.exit_code if lost else replayed.exit_code)
+    with keeping(call, texts) as kept:
+        opened, experiments = _checked(call.path, texts, against, options, results)
+        with progress() as tell:
+            replayed: Replayed = replay_case(opened, experiments, options, tell, keep=kept.keep)
+        lost = _not_kept(results, replayed)
+        seconds = time.monotonic() - started
+        if json:
+            error = error_document(lost or kept.retry())
+            print_json(replayed_document(replayed, seconds) | error)
+        else:
+            print_replayed(replayed, stdout())
+            if notice:
+                stdout().print(notice, markup=False)
+            if lost:
+                print_error(lost.code, str(lost), as_json=False)
+        kept.exit_code = lost.exit_code if lost else replayed.exit_code
+    raise typer.Exit(kept.status)
 
 
 def _checked(

@@ -63,7 +63,9 @@ def _terminate(number: int, _frame: FrameType | None) -> None:
 
 def _run(arguments: list[str], *, as_json: bool) -> int:
     try:
-        code: Any = app(args=arguments, prog_name="spike-replay", standalone_mode=False)
+        code: Any = app(
+            args=arguments, prog_name="spike-replay", standalone_mode=False, obj=arguments
+        )
     except SpikeReplayError as error:
         print_error(error.code, str(error), as_json=as_json)
         return error.exit_code

@@ -8,9 +8,11 @@ from typing import Annotated, Literal
 import typer
 
 from replay_lib.case import Case, builtin_cases, discover
-from replay_lib.cli.arguments import Device, Json, Layout, Mitigations, Repeats, as_path
-from replay_lib.cli.output import print_json, progress, stdout
+from replay_lib.cli.arguments import Device, Json, Layout, Mitigations, Repeats, TaskName, as_path
+from replay_lib.cli.keeping import Keeps, keeping_cases
+from replay_lib.cli.output import error_document, print_json, progress, stdout
 from replay_lib.errors import UsageError
+from replay_lib.guard.guarding import Guarded
 from replay_lib.guard.guarding import guard as run_guard
 from replay_lib.guard.reference import reference_of
 from replay_lib.guard.report import counted, documents, lines, write_reports
@@ -25,6 +27,7 @@ def _file(name: str, told: str) -> typer.models.OptionInfo:
 
 
 def guard(
+    context: typer.Context,
     cases: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -64,6 +67,7 @@ def guard(
     summary: Annotated[
         Path | None, _file("--summary", "Write a Markdown summary to FILE, for a pull request.")
     ] = None,
+    task: TaskName = None,
     json: Json = False,
 ) -> None:
     """Replay CASES with a trainer and with a reference, and tell only what changed."""
@@ -79,23 +83,30 @@ def guard(
         check_results_file(file, append=False)
     if results is not None:
         check_results_file(results)
-    with reference_of(against, trainer) as reference, progress() as tell:
-        guarded = run_guard(chosen, method or [], options, reference, tell)
-    if results is not None:
-        append_results(results, guarded.results)
-    write_reports(guarded, junit_file=junit, json_lines=json_lines, summary=summary)
-    if json:
-        print_json(
-            {
-                "told": counted(guarded),
-                "faults": guarded.faults,
-                "experiments": documents(guarded),
-            }
-        )
-    else:
-        for line in lines(guarded):
-            stdout().print(line, soft_wrap=True)
-    raise typer.Exit(guarded.exit_code(fail_on))
+    asked = [(case, method or list(case.expected)) for case in chosen]
+    with keeping_cases(context, task, asked) as kept:
+        with reference_of(against, trainer) as reference, progress() as tell:
+            guarded = run_guard(chosen, method or [], options, reference, tell, keep=kept.keep)
+        if results is not None:
+            append_results(results, guarded.results)
+        write_reports(guarded, junit_file=junit, json_lines=json_lines, summary=summary)
+        _show(guarded, kept, as_json=json)
+        code = guarded.exit_code(fail_on)
+        kept.end(code)
+    raise typer.Exit(kept.status(code))
+
+
+def _show(guarded: Guarded, kept: Keeps, *, as_json: bool) -> None:
+    if as_json:
+        told = {
+            "told": counted(guarded),
+            "faults": guarded.faults,
+            "experiments": documents(guarded),
+        }
+        print_json(told | error_document(kept.retry()))
+        return
+    for line in lines(guarded):
+        stdout().print(line, soft_wrap=True)
 
 
 def _cases(paths: list[Path]) -> list[Case]:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from replay_lib.errors import SpikeReplayError
 from replay_lib.run import Step, Tell
 
 
@@ -35,6 +36,11 @@ def _plain(file: TextIO, width: int | None = None) -> Console:
 def print_json(document: Mapping[str, Any]) -> None:
     """One document of strict JSON on stdout."""
     sys.stdout.write(json.dumps(document, allow_nan=False, indent=1, ensure_ascii=False) + "\n")
+
+
+def error_document(error: SpikeReplayError | None) -> dict[str, Any]:
+    """The ``error`` of a document that has everything else too; nothing without one."""
+    return {"error": {"code": error.code, "message": str(error)}} if error else {}
 
 
 def print_error(code: str, message: str, *, as_json: bool) -> None:

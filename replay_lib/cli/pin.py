@@ -8,15 +8,20 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from replay_lib.cli.arguments import Device, Json, Mitigations, as_path
-from replay_lib.cli.output import print_error, print_json, progress, stdout
+from replay_lib.case import Case
+from replay_lib.cli.arguments import Device, Json, Mitigations, TaskName, as_path
+from replay_lib.cli.keeping import Call, keeping
+from replay_lib.cli.output import error_document, print_error, print_json, progress, stdout
+from replay_lib.errors import SpikeReplayError
 from replay_lib.exit_codes import ExitCode
-from replay_lib.pin import Pinned, Wish
+from replay_lib.methods import load_methods
+from replay_lib.pin import Pinned, Wish, labels_to_pin
 from replay_lib.pin import pin as pin_case
 from replay_lib.run import ReplayOptions
 
 
 def pin(
+    context: typer.Context,
     case: Annotated[Path, typer.Argument(parser=as_path, help="A case directory.")],
     methods: Annotated[
         list[str] | None,
@@ -37,29 +42,46 @@ def pin(
     replace: Annotated[
         bool, typer.Option("--replace", help="Overwrite verdicts that are right elsewhere, too.")
     ] = False,
+    task: TaskName = None,
     json: Json = False,
 ) -> None:
     """Replay METHODS on CASE and write their verdicts into its case.yaml, as they fall."""
     options = ReplayOptions(device=device, mitigations=tuple(mitigations or ()))
-    with progress() as tell:
-        pinned = pin_case(
-            case,
-            methods or [],
-            options,
-            tell,
-            write=not dry_run,
-            wish=Wish(widen=widen, replace=replace),
-        )
-    if json:
-        print_json(_document(pinned))
-    else:
-        stdout().print(_table(pinned))
-        for refusal in pinned.refused:
-            print_error(refusal.error.code, str(refusal.error), as_json=False)
-        for line in _held(pinned, case):
-            stdout().print(line, soft_wrap=True)
-        stdout().print("\n".join(filter(None, [pinned.left_out, _said(pinned, dry_run)])))
-    raise typer.Exit(_exit_code(pinned))
+    wish = Wish(widen=widen, replace=replace)
+    with keeping(Call(context, task, case), methods or _planned(case, options)) as kept:
+        with progress() as tell:
+            pinned = pin_case(
+                case,
+                methods or [],
+                options,
+                tell,
+                write=not dry_run,
+                wish=wish,
+                keep=kept.keep,
+            )
+        if json:
+            print_json(_document(pinned) | error_document(kept.retry()))
+        else:
+            _show(pinned, case, dry_run)
+        kept.exit_code = _exit_code(pinned)
+    raise typer.Exit(kept.status)
+
+
+def _planned(case: Path, options: ReplayOptions) -> list[str]:
+    """The methods that will be pinned; none where the case is broken, which is told later."""
+    try:
+        return labels_to_pin(Case.load(case), load_methods(options.mitigations))
+    except SpikeReplayError:
+        return []
+
+
+def _show(pinned: Pinned, case: Path, dry_run: bool) -> None:
+    stdout().print(_table(pinned))
+    for refusal in pinned.refused:
+        print_error(refusal.error.code, str(refusal.error), as_json=False)
+    for line in _held(pinned, case):
+        stdout().print(line, soft_wrap=True)
+    stdout().print("\n".join(filter(None, [pinned.left_out, _said(pinned, dry_run)])))
 
 
 def _exit_code(pinned: Pinned) -> int:

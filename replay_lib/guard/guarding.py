@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from replay_lib.record.refusal import Refusal
 from replay_lib.record.result import Result
 from replay_lib.run import (
     AtLast,
+    Keep,
     Replayed,
     ReplayOptions,
     Step,
@@ -39,6 +40,8 @@ from replay_lib.run import (
     replay_case,
 )
 
+#: As ``Keep``, and told under which trainer.
+KeepUnder = Callable[[Result | Refusal, str], None]
 #: Gradients compared a case where only methods differ, beside the norms of all of them.
 MOST_GRADIENTS = 8
 
@@ -79,8 +82,12 @@ def guard(
     options: ReplayOptions,
     reference: Reference,
     tell: Tell,
+    *,
+    keep: KeepUnder = lambda _one, _trainer: None,
 ) -> Guarded:
     """Every case under ``options.trainer`` and under ``reference``.
+
+    ``keep`` is given each result and each refusal as it arrives, with the name of its trainer.
 
     ``labels`` are the methods to try; none: those that a case expects something of. A case whose
     snapshot is absent raises before anything is replayed.
@@ -90,7 +97,7 @@ def guard(
         case.require()
     asked = [_experiments(case, labels, methods) for case in cases]
     theirs = dataclasses.replace(options, trainer=reference.trainer, trainer_path=reference.path)
-    both = _Both(tested=options, reference=theirs, told=reference.told, tell=tell)
+    both = _Both(tested=options, reference=theirs, told=reference.told, tell=tell, keep=keep)
     pairs: list[Pair] = []
     results: list[Result] = []
     for case, experiments in zip(cases, asked, strict=True):
@@ -107,6 +114,7 @@ class _Both:
     reference: ReplayOptions
     told: str
     tell: Tell
+    keep: KeepUnder
 
 
 def _guard_case(
@@ -128,9 +136,9 @@ def _guard_case(
         mine.extend(zip(asked, save_gradients(engine, asked, home), strict=True))
 
     tell = both.tell
-    before = _replayed(case, experiments, both.reference, _named(tell, both.told), keep_baseline)
+    before = _replayed(case, experiments, both.reference, _as(both, both.told), keep_baseline)
     name = both.tested.trainer or ""
-    after = _replayed(case, experiments, both.tested, _named(tell, name), keep_changed)
+    after = _replayed(case, experiments, both.tested, _as(both, name), keep_changed)
     asked = [experiment for experiment, _ in mine]
     if asked and asked != [Experiment.baseline()]:
         tell(Step(case.name, "replaying the reference's gradients", 0, len(asked)))
@@ -165,20 +173,23 @@ def _replayed(
     case: Case,
     experiments: Sequence[Experiment],
     options: ReplayOptions,
-    tell: Tell,
+    turn: tuple[Tell, Keep],
     at_last: AtLast,
 ) -> Replayed:
     """What ``options`` give; an error of the whole case stands for its baseline."""
+    tell, keep = turn
     try:
-        return replay_case(case, experiments, options, tell, at_last)
+        return replay_case(case, experiments, options, tell, at_last, keep=keep)
     except SpikeReplayError as error:
-        return Replayed((), (Refusal(case.name, BASELINE, error),))
+        refusal = Refusal(case.name, BASELINE, error)
+        keep(refusal)
+        return Replayed((), (refusal,))
 
 
-def _named(tell: Tell, trainer: str) -> Tell:
-    """``tell``, with the name of the trainer whose turn it is."""
+def _as(both: _Both, trainer: str) -> tuple[Tell, Keep]:
+    """``tell`` and ``keep`` with the name of the trainer whose turn it is."""
 
     def named(step: Step) -> None:
-        tell(dataclasses.replace(step, what=f"{trainer}: {step.what}"))
+        both.tell(dataclasses.replace(step, what=f"{trainer}: {step.what}"))
 
-    return named
+    return named, lambda one: both.keep(one, trainer)

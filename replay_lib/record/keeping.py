@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,10 @@ from replay_lib.record.refusal import Refusal
 from replay_lib.record.result import Result
 from replay_lib.record.results_file import append_results
 from replay_lib.record.task import Task
+from replay_lib.record.task_file import render
+from replay_lib.writing import replace_file
+
+PRINTED, ERROR = "printed.txt", "error.txt"  # in a command's output, beside its results
 
 
 def task_of(path: str | Path, named: str | None, root: Path = Path()) -> Task | None:
@@ -96,6 +101,7 @@ class Kept:
     output: Path | None = None
     exit_code: int = 0
     lost: SpikeReplayError | None = None
+    told: tuple[str, ...] = ()  # of the task file: what its reader has to know
     _waiting: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     _unwritten: list[Result] = field(default_factory=list)
 
@@ -111,6 +117,16 @@ class Kept:
         self._add("result", {"result": one.as_json(), **beside})
         self._unwritten.append(one)
         self._write_results()
+
+    def complete(self, results: Sequence[Result]) -> None:
+        """Keep those of ``results`` that the ledger has not got: an earlier run had them."""
+        if self.task is None:
+            return
+        events = ledger.read(self.task)
+        there = [event.data.get("result") for event in events if event.kind == "result"]
+        for result in results:
+            if result.as_json() not in there:
+                self.keep(result)
 
     def failure(self, error: BaseException, experiment: str | None = None, **more: Any) -> None:
         """Keep a failure of ``experiment``, or of the whole command."""
@@ -132,17 +148,56 @@ class Kept:
             planned=list(planned),
             output=str(self.output),
         )
+        self.render()
 
     def ended(self, seconds: float) -> None:
-        """The last event."""
-        self._add("ended", {"exit_code": self.exit_code, "seconds": round(seconds, 3)})
+        """The last event; then the task file is rendered."""
+        self._add("ended", {"exit_code": int(self.status), "seconds": round(seconds, 3)})
         self._write_results()
+        self.render()
+
+    @property
+    def status(self) -> int:
+        """The exit code: an error of the ledger or of the task file comes first."""
+        return self.exit_code if self.lost is None else self.lost.exit_code
+
+    def retry(self) -> SpikeReplayError | None:
+        """Try again to write what could not be written; what is still lost."""
+        self._flush()
+        self._write_results()
+        return self.lost
+
+    def render(self) -> None:
+        """Write the task file anew."""
+        if self.task is None:
+            return
+        try:
+            self.told += render(self.task)
+        except SpikeReplayError as error:
+            self.lost = self.lost or error
+
+    def write(self, name: str, text: str) -> None:
+        """Keep ``text`` as a file of the command's output; nothing for an empty one."""
+        if self.output is None or not text:
+            return
+        file = self.output / name
+        try:
+            replace_file(file, text.encode("utf-8", "backslashreplace"))
+        except OSError as error:
+            found = repr(error.strerror or str(error))
+            lost = UsageError(fault(file, None, found, "a file that can be written"))
+            self.lost = self.lost or lost
 
     def _add(self, kind: str, data: dict[str, Any]) -> None:
-        """Append what waits and this event, in order."""
+        """Append this event after what waits."""
         if self.task is None:
             return
         self._waiting.append((kind, data))
+        self._flush()
+
+    def _flush(self) -> None:
+        if self.task is None:
+            return
         try:
             while self._waiting:
                 first, content = self._waiting[0]
@@ -180,11 +235,17 @@ def keep_command(
     try:
         yield kept
     except BaseException as error:
+        code, kept.exit_code, message = told(error)
         kept.failure(error)
-        kept.exit_code = told(error)[1]
+        kept.write(ERROR, f"error ({code}): {message}\n{_trace(error, code)}")
         raise
     finally:
         kept.ended(time.monotonic() - began)
+
+
+def _trace(error: BaseException, code: str) -> str:
+    """Where a fault of this program lies; other errors say all there is to say."""
+    return "".join(traceback.format_exception(error)) if code == "internal" else ""
 
 
 def told(error: BaseException) -> tuple[str, int, str]:

@@ -86,8 +86,7 @@ def append(task: Task, kind: str, *, run: str | None = None, **data: Any) -> Eve
     line = json.dumps(event.model_dump(mode="json", by_alias=True), allow_nan=False) + "\n"
     with _open(task.ledger) as file:
         _cut_unfinished(file)
-        os.write(file, line.encode("utf-8"))
-        os.fsync(file)
+        _write_whole(file, line.encode("utf-8"))
     return event
 
 
@@ -97,10 +96,14 @@ def read(task: Task) -> tuple[Event, ...]:
     UsageError names the line that is no event. An unfinished last line is no event.
     """
     file = task.ledger
-    if not file.exists():
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
         return ()
-    content = file.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1].decode("utf-8").splitlines()
+    except OSError as error:
+        told = repr(error.strerror or str(error))
+        raise UsageError(fault(file, None, told, "a ledger that can be read")) from error
+    whole = content[: content.rfind(b"\n") + 1].splitlines()
     return tuple(_parse(file, number, line) for number, line in enumerate(whole, start=1))
 
 
@@ -129,6 +132,19 @@ def _open(file: Path) -> Iterator[int]:
         raise UsageError(fault(file, None, repr(told), "a ledger that can be written")) from error
 
 
+def _write_whole(file: int, content: bytes) -> None:
+    """Write all of ``content`` and flush it, or leave the file as it was: a disk may be full."""
+    size = os.fstat(file).st_size
+    try:
+        left = memoryview(content)
+        while left:
+            left = left[os.write(file, left) :]
+        os.fsync(file)
+    except OSError:
+        os.ftruncate(file, size)
+        raise
+
+
 def _cut_unfinished(file: int) -> None:
     """Drop what follows the last newline: its writer was killed."""
     size = os.fstat(file).st_size
@@ -138,7 +154,7 @@ def _cut_unfinished(file: int) -> None:
     os.ftruncate(file, content.rfind(b"\n") + 1)
 
 
-def _parse(file: Path, number: int, line: str) -> Event:
+def _parse(file: Path, number: int, line: bytes) -> Event:
     try:
         raw: Any = json.loads(line)
         return Event.model_validate(raw)

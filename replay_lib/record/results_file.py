@@ -69,6 +69,11 @@ def read_results(path: str | Path) -> list[Result]:
     return [_parse(file, number, line) for number, line in enumerate(lines, start=1)]
 
 
+def result_from(plain: Mapping[str, Any]) -> Result:
+    """The result whose ``as_json()`` is ``plain``; pydantic's ValidationError if it is none's."""
+    return Result.model_validate({k: v for k, v in plain.items() if k not in _DERIVED})
+
+
 def _present(file: Path) -> bytes:
     """What is in ``file`` so far: whole lines."""
     content = file.read_bytes() if file.exists() else b""
@@ -95,7 +100,7 @@ def _parse(file: Path, number: int, line: str) -> Result:
     if not isinstance(raw, dict):
         raise UsageError(fault(file, where, type(raw).__name__, "one result as JSON"))
     try:
-        return Result.model_validate({k: v for k, v in raw.items() if k not in _DERIVED})
+        return result_from(raw)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])

@@ -211,21 +211,30 @@ def rich_table(results: Sequence[Result], title: str | None = None) -> Table:
 
 def reproduction_table(results: Sequence[Result]) -> str:
     """Recorded against replayed norm, one line a case (its baseline)."""
-    rows = [
-        [
-            r.case,
-            _number(r.recorded_norm, ".10g"),
-            _number(r.grad_norm_preclip, ".10g"),
-            _number(r.relative_difference, ".2e"),
-            _fidelity(r),
-            r.dtype,
-            r.device,
-        ]
-        for r in results
-        if r.is_baseline
-    ]
+    rows = [reproduction_cells(r) for r in results if r.is_baseline]
     titles = ["case", "recorded norm", "replayed norm", "relative difference"]
     return _narrow([[*titles, "fidelity", "dtype", "device"], *rows])
+
+
+def reproduction_cells(result: Result) -> list[str]:
+    """Case, recorded and replayed norm, their relative difference, fidelity, dtype, device."""
+    return [
+        result.case,
+        _number(result.recorded_norm, ".10g"),
+        _number(result.grad_norm_preclip, ".10g"),
+        _number(result.relative_difference, ".2e"),
+        _fidelity(result),
+        result.dtype,
+        result.device,
+    ]
+
+
+def attempt_cells(result: Result) -> list[str]:
+    """Case, experiment, grad norm, ratio, reduction, verdict with its flags."""
+    cells = dict(COLUMNS)
+    titles = ("case", "experiment", "grad norm", "ratio", "reduction")
+    full = [] if result.fidelity != "reduced" else [NOT_FULL]
+    return [*(cells[t](result) for t in titles), _with_remarks(result, _flags(result) + full)]
 
 
 def _style(result: Result) -> str:

@@ -22,7 +22,7 @@ from replay_lib.record.judge import label_of
 from replay_lib.record.refusal import Refusal
 from replay_lib.record.result import Result
 from replay_lib.record.results_file import append_results, read_results
-from replay_lib.run import NATIVE, OpenCase, Replayed, ReplayOptions, Step, Tell
+from replay_lib.run import NATIVE, Keep, OpenCase, Replayed, ReplayOptions, Step, Tell
 from replay_lib.sweep.earlier import Setting, earlier, same_step
 from replay_lib.sweep.pairs import Choice, choose_pairs
 from replay_lib.sweep.pareto import Front, front_of_results
@@ -110,17 +110,19 @@ def sweep(
     budget: int = BUDGET,
     file: Path | None = None,
     tell: Tell = lambda _step: None,
+    keep: Keep = lambda _one: None,
 ) -> Swept:
     """Replay ``experiments``, then pairs of those that helped, ``budget`` of them all at most.
 
     The baseline is not counted. Where ``file`` (JSON lines of results) has results of the same
     case's files under the same trainer, backend, dtype, device and versions, and the baseline comes
-    out as it did beside them, they count as replayed. Errors as of ``replay_case``; one of a
-    single experiment leaves the others.
+    out as it did beside them, they count as replayed. ``keep`` is given everything that is replayed
+    now, as it arrives. Errors as of ``replay_case``; one of a single experiment leaves the others.
     """
     opened = OpenCase.open(case, options)
     try:
         search = _Search(opened, case.digest(), file)
+        opened.keep = lambda one: keep(_stamped(search, one) if isinstance(one, Result) else one)
         each = list({e.name: e for e in experiments if e.mitigations}.values())
         ordered = _cheapest_first(each, opened.methods)
         plan = _Plan(budget, tuple(ordered[:budget]), tuple(ordered[budget:]))
@@ -214,6 +216,7 @@ def _ask(search: _Search, experiments: Sequence[Experiment], told: Callable[[str
         if len(rest) == 1:
             name = rest[0].name
             search.refused[name] = Refusal(opened.case.name, name, error)
+            opened.keep(search.refused[name])
             return
         middle = len(rest) // 2
         for part in (rest[:middle], rest[middle:]):
@@ -231,10 +234,14 @@ def _keep(search: _Search, result: Result) -> None:
             f"now: its norm was {before.grad_norm_preclip!r} and is {result.grad_norm_preclip!r}"
         )
         search.known, search.kept = {}, frozenset()
-    stamped = result.model_copy(update={"case_digest": search.digest})
+    stamped = _stamped(search, result)
     if search.file is not None:
         append_results(search.file, [stamped])
     search.known[result.experiment] = stamped
+
+
+def _stamped(search: _Search, result: Result) -> Result:
+    return result.model_copy(update={"case_digest": search.digest})
 
 
 def _swept(search: _Search, plan: _Plan) -> Swept:
