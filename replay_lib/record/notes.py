@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 START, END = b"<!-- notes -->", b"<!-- end of notes -->"
 _SEAL = re.compile(
@@ -17,8 +17,7 @@ _SEAL = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Noted:
+class Noted(NamedTuple):
     """``notes`` are the bytes between the markers' lines, None where there is not one such pair.
 
     ``touched``: something else than the notes is not as it was rendered.

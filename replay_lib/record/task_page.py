@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Sequence
 from datetime import datetime
 
-from replay_lib.exit_codes import ExitCode
 from replay_lib.record.history import UNKNOWN, Attempt, Command, History, Said
 from replay_lib.record.ledger import Event
 from replay_lib.record.markdown import block, code, plain, table
@@ -50,15 +49,15 @@ def tail_of(history: History) -> str:
 
 
 def replay_command(task: Task, history: History) -> str | None:
-    """The last command that replayed to its end; before there is one, that which would.
+    """The last ``replay`` that came to its end, else the last ``sweep``, else one that would do.
 
     None while no snapshot is known.
     """
-    for one in reversed(history.commands):
-        words = one.command.split()
-        replays = len(words) > 1 and words[0] == "spike-replay" and words[1] in _REPLAYS
-        if replays and one.exit_code in (ExitCode.GREEN, ExitCode.RED):
-            return one.command
+    done = [one.command for one in history.commands if one.exit_code in (0, 1)]
+    for name in _REPLAYS:
+        for command in reversed(done):
+            if command.split()[:2] == ["spike-replay", name]:
+                return command
     places = [str(event.data.get("preserved")) for event in history.active]
     places += [place for one in history.commands for place in one.snapshots]
     if not places:
