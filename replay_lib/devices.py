@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from replay_lib.case import Needs
 from replay_lib.engine.machine import cuda_devices, memory_gib, visible_devices
+from replay_lib.engine.nodes import nodes_hint
 
 #: What pytest-xdist calls its workers: gw0, gw1, ...
 XDIST_WORKER = "PYTEST_XDIST_WORKER"
@@ -38,18 +39,21 @@ def own_devices(size: int) -> Iterator[None]:
             os.environ[VISIBLE] = before
 
 
-def unmet(needs: Needs, device: str) -> str | None:
+def unmet(needs: Needs, device: str, nodes: int = 1) -> str | None:
     """Why a case with ``needs`` cannot run on ``device`` (auto, cpu or cuda) here; None if it can.
 
-    ``auto`` is cuda where a device is found.
+    ``auto`` is cuda where a device is found. Of ``nodes`` machines that replay together the others
+    are taken to be as this one; what they really have is seen when they come.
     """
     found = cuda_devices()
     if device == "auto":
         device = "cuda" if found else "cpu"
     if needs.device == "cuda" and device == "cpu":
         return "it needs an NVIDIA device and is to run on the CPU"
-    if device == "cuda" and found < needs.devices:
-        return f"it needs {needs.devices} NVIDIA device(s), {found} found"
+    if device == "cuda" and found * nodes < needs.devices:
+        here = "found" if nodes == 1 else f"on this one of {nodes} nodes"
+        hint = nodes_hint(needs.devices, found)
+        return f"it needs {needs.devices} NVIDIA device(s), {found} {here}{hint}"
     have = memory_gib(device)
     if needs.memory_gib is not None and have is not None and not have >= needs.memory_gib:
         return f"it needs {needs.memory_gib:g} GiB of memory on {device}, {have:.1f} found"

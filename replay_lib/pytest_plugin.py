@@ -24,7 +24,9 @@ import pytest
 
 from replay_lib.case import Case
 from replay_lib.engine.layout import AUTO
-from replay_lib.errors import SpikeReplayError
+from replay_lib.engine.meeting import part
+from replay_lib.engine.nodes import JOIN_TIMEOUT_S, Nodes
+from replay_lib.errors import SpikeReplayError, UsageError
 from replay_lib.methods import left_out
 from replay_lib.pytest_cases import cases_of, check_named, methods_of, no_case, params_of
 from replay_lib.pytest_run import LINES, RunKeeper, ShardSelection, results_folder, shard_of
@@ -84,6 +86,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="AXES",
         default=AUTO,
         help="ranks that replay, as in tp=2 or ep=2,dp=2 [default: auto, one where it is enough]",
+    )
+    group.addoption(
+        "--nnodes",
+        metavar="N",
+        type=int,
+        default=1,
+        help="machines that replay together; the others run spike-replay join [default: 1]",
+    )
+    group.addoption(
+        "--rdzv-endpoint",
+        metavar="HOST:PORT",
+        help="with --nnodes: an address of this machine, and a free port",
+    )
+    group.addoption(
+        "--join-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=JOIN_TIMEOUT_S,
+        help=f"how long the machines wait for each other [default: {JOIN_TIMEOUT_S:g}]",
     )
     group.addoption(
         "--trainer",
@@ -239,10 +260,28 @@ def _options(config: pytest.Config) -> ReplayOptions:
     return ReplayOptions(
         mitigations=tuple(config.getoption("--mitigations")),
         layout=config.getoption("--layout"),
+        nodes=_nodes(config),
         trainer=config.getoption("--trainer"),
         repeats=config.getoption("--repeats"),
         backend=config.getoption("--backend"),
     )
+
+
+def _nodes(config: pytest.Config) -> Nodes | None:
+    """The machines of this run: one process of it meets the others."""
+    nodes = Nodes.of(
+        config.getoption("--nnodes"),
+        config.getoption("--rdzv-endpoint"),
+        config.getoption("--join-timeout"),
+    )
+    if nodes is not None and getattr(config.option, "numprocesses", None):
+        raise UsageError("--nnodes: found -n beside it, expected one process: leave -n out")
+    return nodes
+
+
+def pytest_unconfigure() -> None:
+    """Let the other machines of this run go."""
+    part()
 
 
 def _labels_of(case: Case, items: Sequence[pytest.Item]) -> list[str]:
@@ -317,7 +356,9 @@ def _device_of(request: pytest.FixtureRequest, case: Case) -> str:
     node, config = request.node, request.config
     marked = {name for name in ("gpu", "multigpu") if node.get_closest_marker(name)}
     device = "cuda" if marked else str(config.getoption("--device"))
-    reason = missing_device(case.needs, device, at_least=2 if "multigpu" in marked else 1)
+    nodes = config.getoption("--nnodes")
+    at_least = 2 if "multigpu" in marked else 1
+    reason = missing_device(case.needs, device, at_least=at_least, nodes=nodes)
     if reason is not None:
         text = f"{case.name}: {reason}"
         if config.getoption("--require-device"):

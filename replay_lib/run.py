@@ -17,6 +17,7 @@ from pathlib import Path
 from replay_lib.case import Case
 from replay_lib.engine.early import check_before_start
 from replay_lib.engine.layout import AUTO, Layout
+from replay_lib.engine.nodes import Nodes
 from replay_lib.engine.protocol import Engine, Experiment, Outcome
 from replay_lib.errors import UsageError
 from replay_lib.methods import find, load_methods
@@ -64,6 +65,7 @@ class ReplayOptions:
     repeats: int = LEAST_REPEATS
     backend: str = NATIVE
     paths_from: Path | None = None  # None: a case's directory, without a case the current one
+    nodes: Nodes | None = None  # None: this machine alone
 
     def __post_init__(self) -> None:
         if self.repeats < LEAST_REPEATS:
@@ -90,6 +92,7 @@ def _check_backend(options: ReplayOptions) -> None:
         "dp-ranks": options.dp_ranks is not None,
         "layout": options.layout != AUTO,
         "rows": options.rows != "recorded",
+        "nnodes": options.nodes is not None,
     }
     odd = [f"--{name}" for name, there in given.items() if there]
     if odd:
@@ -144,6 +147,7 @@ def open_engine(snapshot: Path, options: ReplayOptions) -> Engine:
         trainer=options.trainer or GRPO,
         trainer_path=options.trainer_path,
         paths_from=options.paths_from or Path(),
+        nodes=options.nodes,
     )
 
 

@@ -54,7 +54,8 @@ class Sessions:
         self._asked_all: set[str] = set()
         self._kept_baseline: set[str] = set()
         ranks = 1 if options.layout == AUTO else Layout.parse(options.layout).ranks
-        self._size = max(case.needs.devices, ranks)  # devices that this case takes at once
+        machines = options.nodes.number if options.nodes else 1
+        self._size = -(-max(case.needs.devices, ranks) // machines)  # devices taken here at once
 
     def replay(self, mitigation: str, against: str, device: str) -> Result:
         """The judged result of one experiment on ``device`` (auto, cpu or cuda)."""
@@ -141,10 +142,10 @@ def _resolved(device: str) -> str:
     return "cuda" if cuda_devices() else "cpu"
 
 
-def missing_device(needs: Needs, device: str, at_least: int) -> str | None:
+def missing_device(needs: Needs, device: str, at_least: int, nodes: int = 1) -> str | None:
     """Why a case cannot run on ``device`` here, with at least so many devices; None if it can."""
     wanted = needs.model_copy(update={"devices": max(needs.devices, at_least)})
-    return unmet(wanted, device)
+    return unmet(wanted, device, nodes)
 
 
 def mitigation_labels(methods: Mapping[str, Mitigation], cases: Sequence[Case]) -> list[str]:

@@ -54,6 +54,15 @@ def test_the_layout_reaches_the_engine_and_the_results(
     ("options", "words"),
     [
         (("--layout", "vpp=2"), "layout 'vpp=2': found 'vpp=2', expected sizes as in tp=2"),
+        (
+            ("--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:9", "--layout", "tp=3"),
+            "layout tp=3: 3 rank(s) cannot be shared out evenly over 2 nodes",
+        ),
+        (("--nnodes", "2"), "--nnodes: found without --rdzv-endpoint, expected both"),
+        (
+            ("--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:9", "--backend", "axrl"),
+            "backend axrl: it cannot honour --nnodes",
+        ),
         (("--layout", "tp=2", "--backend", "axrl"), "backend axrl: it cannot honour --layout"),
     ],
 )

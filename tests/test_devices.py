@@ -10,6 +10,7 @@ import pytest
 from replay_lib import devices
 from replay_lib.case import Needs
 from replay_lib.engine import machine as machine_module
+from replay_lib.engine.nodes import nodes_hint
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, cards: int, gib: float) -> None:
@@ -22,7 +23,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, cards: int, gib: float) -> None:
     [
         (0, "auto", Needs(), None),
         (0, "cpu", Needs(devices=4), None),
-        (1, "auto", Needs(devices=2), "it needs 2 NVIDIA device(s), 1 found"),
+        (1, "auto", Needs(devices=2), f"it needs 2 NVIDIA device(s), 1 found{nodes_hint(2, 1)}"),
         (0, "cuda", Needs(), "it needs 1 NVIDIA device(s), 0 found"),
         (
             0,
@@ -112,3 +113,10 @@ def test_visible_devices_are_those_that_the_environment_names(monkeypatch, tmp_p
             monkeypatch.setenv(devices.VISIBLE, named)
         assert machine_module.visible_devices() == devices_seen
         assert machine_module.cuda_devices() == len(devices_seen)
+
+
+def test_several_machines_have_the_devices_of_all(monkeypatch):
+    machine(monkeypatch, 8, 80.0)
+    assert devices.unmet(Needs(devices=16), "cuda", nodes=2) is None
+    told = devices.unmet(Needs(devices=17), "cuda", nodes=2)
+    assert told == f"it needs 17 NVIDIA device(s), 8 on this one of 2 nodes{nodes_hint(17, 8)}"

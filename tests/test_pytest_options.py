@@ -76,3 +76,26 @@ def test_repeats_reach_the_session_the_result_and_the_summary(suite: Suite) -> N
     refused = suite.run("--repeats", "1")
     assert refused.ret == pytest.ExitCode.USAGE_ERROR
     refused.stderr.fnmatch_lines(["ERROR: --repeats: found 1, expected 2 or more: *"])
+
+
+def test_the_machines_of_a_run_reach_the_engine(suite: Suite) -> None:
+    suite.case("a")
+    suite.pytester.makepyfile(
+        test_spikes="""
+        from replay_lib.engine.nodes import Nodes
+        from replay_lib.pytest_plugin import _options
+
+        def test_where(case, replay, request):
+            made = Nodes(number=2, host="10.0.0.1", port=29400, timeout_s=5.0)
+            assert _options(request.config).nodes == made
+        """
+    )
+    there = ("--nnodes", "2", "--rdzv-endpoint", "10.0.0.1:29400", "--join-timeout", "5")
+    suite.run(*there).assert_outcomes(passed=1)
+    for more, words in (
+        (("--nnodes", "2"), "--nnodes: found without --rdzv-endpoint, expected both*"),
+        ((*there, "-n", "2"), "--nnodes: found -n beside it, expected one process: leave -n out"),
+    ):
+        refused = suite.run(*more)
+        assert refused.ret == pytest.ExitCode.USAGE_ERROR
+        refused.stderr.fnmatch_lines([f"ERROR: {words}"])

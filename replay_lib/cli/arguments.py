@@ -37,6 +37,24 @@ Layout = Annotated[
         "recorded layout folded onto the GPUs where one is too small.",
     ),
 ]
+Nnodes = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        help="Machines that replay together, each with an equal part of the ranks of --layout; "
+        "the others run spike-replay join.",
+    ),
+]
+RdzvEndpoint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT", help="With --nnodes: an address of this machine, and a free port."
+    ),
+]
+JoinTimeout = Annotated[
+    float,
+    typer.Option(metavar="SECONDS", help="How long the machines wait for each other."),
+]
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
 ]

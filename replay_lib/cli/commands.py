@@ -18,10 +18,13 @@ from replay_lib.cli.arguments import (
     Deterministic,
     Device,
     DpRanks,
+    JoinTimeout,
     Json,
     Layout,
     Mitigations,
+    Nnodes,
     Precision,
+    RdzvEndpoint,
     Repeats,
     ResultsFile,
     Rows,
@@ -33,6 +36,7 @@ from replay_lib.cli.combine import check_combine, combine_methods
 from replay_lib.cli.doctor import doctor
 from replay_lib.cli.find import find_command
 from replay_lib.cli.guard import guard
+from replay_lib.cli.join import join
 from replay_lib.cli.keeping import Call, keeping
 from replay_lib.cli.matrix import matrix
 from replay_lib.cli.merge import merge
@@ -52,6 +56,7 @@ from replay_lib.cli.task import task as task_commands
 from replay_lib.cli.views import methods_table, print_replayed, replayed_document, snapshot_values
 from replay_lib.cli.zoo import zoo
 from replay_lib.demo import RESULTS, run_demo
+from replay_lib.engine.nodes import JOIN_TIMEOUT_S, Nodes
 from replay_lib.engine.protocol import Experiment
 from replay_lib.errors import SpikeReplayError, UsageError
 from replay_lib.exit_codes import ExitCode
@@ -81,7 +86,7 @@ app = typer.Typer(
 )
 app.add_typer(zoo, name="zoo")
 app.add_typer(task_commands, name="task")
-for command in (analyze, doctor, pin, guard, merge, matrix, report):
+for command in (analyze, doctor, pin, guard, join, merge, matrix, report):
     app.command()(command)
 app.command("find")(find_command)
 app.command("preserve")(preserve_command)
@@ -123,6 +128,9 @@ def replay(
     precision: Precision = "recorded",
     dp_ranks: DpRanks = None,
     layout: Layout = "auto",
+    nnodes: Nnodes = 1,
+    rdzv_endpoint: RdzvEndpoint = None,
+    join_timeout: JoinTimeout = JOIN_TIMEOUT_S,
     rows: Rows = "recorded",
     deterministic: Deterministic = True,
     mitigations: Mitigations = None,
@@ -140,6 +148,7 @@ def replay(
         precision=precision,
         dp_ranks=dp_ranks,
         layout=layout,
+        nodes=Nodes.of(nnodes, rdzv_endpoint, join_timeout),
         rows=rows,
         deterministic=deterministic,
         mitigations=mitigations,
@@ -176,6 +185,9 @@ def sweep(
     precision: Precision = "recorded",
     dp_ranks: DpRanks = None,
     layout: Layout = "auto",
+    nnodes: Nnodes = 1,
+    rdzv_endpoint: RdzvEndpoint = None,
+    join_timeout: JoinTimeout = JOIN_TIMEOUT_S,
     rows: Rows = "recorded",
     deterministic: Deterministic = True,
     mitigations: Mitigations = None,
@@ -194,6 +206,7 @@ def sweep(
         precision=precision,
         dp_ranks=dp_ranks,
         layout=layout,
+        nodes=Nodes.of(nnodes, rdzv_endpoint, join_timeout),
         rows=rows,
         deterministic=deterministic,
         mitigations=mitigations,
@@ -285,6 +298,7 @@ def _options(
     precision: str,
     dp_ranks: str | None,
     layout: str,
+    nodes: Nodes | None,
     rows: str,
     deterministic: bool,
     mitigations: list[Path] | None,
@@ -297,6 +311,7 @@ def _options(
         precision=precision,
         dp_ranks=_numbers(dp_ranks),
         layout=layout,
+        nodes=nodes,
         rows=rows,
         deterministic=deterministic,
         mitigations=tuple(mitigations or ()),

@@ -16,6 +16,7 @@ import typer
 
 from replay_lib.cli.commands import app
 from replay_lib.cli.output import print_error
+from replay_lib.engine.meeting import part
 from replay_lib.errors import SpikeReplayError, UsageError
 from replay_lib.exit_codes import ExitCode
 
@@ -39,7 +40,10 @@ def main(arguments: list[str] | None = None) -> None:
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     with _orderly_end():
-        code = _run(given, as_json="--json" in given)
+        try:
+            code = _run(given, as_json="--json" in given)
+        finally:
+            part()
     sys.exit(code)
 
 

@@ -22,6 +22,7 @@ from replay_lib.engine.fitting import (
 from replay_lib.engine.layout import AUTO, ONE_RANK, Layout
 from replay_lib.engine.machine import GIB, cuda_devices, memory_gib
 from replay_lib.engine.model_config import ModelConfig, model_config
+from replay_lib.engine.nodes import nodes_hint
 from replay_lib.errors import SpikeReplayError, UnsupportedModelError, UsageError
 from replay_lib.snapshot.model import Parallel, Snapshot
 from replay_lib.snapshot.opening import open_snapshot
@@ -36,22 +37,26 @@ def resolve_layout(
     snapshot: Path,
     device: str,
     precision: str = "recorded",
+    *,
     dp_ranks: Sequence[int] | None = None,
+    nodes: int = 1,
 ) -> Layout:
     """The layout that ``wanted`` names, or the one that ``auto`` chooses on this machine.
 
     ``device`` is cpu or cuda, ``dp_ranks`` the recorded data-parallel ranks to replay (None: all).
+    ``nodes`` machines have an equal part of the ranks each, and are taken to be alike.
     Raises UsageError for a text that is no layout and where a layout needs more GPUs or batches
     than there are, UnsupportedModelError where it cannot split the model: no process is started
     for it. (What the checkpoint alone tells, the vocabulary's rows, the worker checks.)
     """
     if wanted == AUTO:
-        return _automatic(snapshot, device, precision)
-    layout = Layout.parse(wanted) if isinstance(wanted, str) else wanted
-    if device == "cuda" and layout.ranks > cuda_devices():
+        return _shared_out(_automatic(snapshot, device, precision, nodes), nodes)
+    layout = _shared_out(Layout.parse(wanted) if isinstance(wanted, str) else wanted, nodes)
+    if device == "cuda" and layout.ranks > (here := cuda_devices()) * nodes:
+        found = f"{here} found" if nodes == 1 else f"{here} on this one of {nodes} nodes"
         raise UsageError(
             f"layout {layout}: it needs {layout.ranks} NVIDIA devices, one a rank; "
-            f"{cuda_devices()} found"
+            f"{found}{nodes_hint(layout.ranks, here)}"
         )
     if layout.ranks > 1:
         opened = open_snapshot(snapshot)
@@ -61,8 +66,17 @@ def resolve_layout(
     return layout
 
 
-def _automatic(snapshot: Path, device: str, precision: str) -> Layout:
-    devices = cuda_devices()
+def _shared_out(layout: Layout, nodes: int) -> Layout:
+    if layout.ranks % nodes:
+        raise UsageError(
+            f"layout {layout}: {layout.ranks} rank(s) cannot be shared out evenly over {nodes} "
+            "nodes: name another one with --layout, or leave --nnodes out"
+        )
+    return layout
+
+
+def _automatic(snapshot: Path, device: str, precision: str, nodes: int) -> Layout:
+    devices = cuda_devices() * nodes
     if device != "cuda" or devices < 2:
         return ONE_RANK
     have = memory_gib(device)
@@ -74,13 +88,23 @@ def _automatic(snapshot: Path, device: str, precision: str) -> Layout:
         config = model_config(fields, precision)
     except SpikeReplayError:
         return ONE_RANK  # the worker says what is wrong
-    return choose_layout(opened, fields, config, devices=devices, memory=int(have * GIB * USABLE))
+    usable = int(have * GIB * USABLE)
+    return choose_layout(opened, fields, config, devices=devices, memory=usable, nodes=nodes)
 
 
 def choose_layout(
-    snapshot: Snapshot, fields: dict[str, Any], config: ModelConfig, *, devices: int, memory: int
+    snapshot: Snapshot,
+    fields: dict[str, Any],
+    config: ModelConfig,
+    *,
+    devices: int,
+    memory: int,
+    nodes: int = 1,
 ) -> Layout:
-    """The rule of this module, for ``devices`` devices with ``memory`` usable bytes each."""
+    """The rule of this module, for ``devices`` devices with ``memory`` usable bytes each.
+
+    Over several ``nodes`` only layouts count that can be shared out over them.
+    """
     vocab = int(fields.get("vocab_size") or 0)
     values = config.transformer
 
@@ -97,8 +121,12 @@ def choose_layout(
 
     if need(ONE_RANK) <= memory:
         return ONE_RANK
-    fitting = [x for x in _folded(snapshot.parallel, devices) if _splits(x, config, vocab)]
-    return min(fitting, key=lambda layout: (need(layout), layout.ranks, -layout.dp))
+    fitting = [
+        layout
+        for layout in _folded(snapshot.parallel, devices)
+        if layout.ranks % nodes == 0 and _splits(layout, config, vocab)
+    ]
+    return min(fitting or [ONE_RANK], key=lambda layout: (need(layout), layout.ranks, -layout.dp))
 
 
 def _folded(recorded: Parallel, devices: int) -> Iterator[Layout]:

@@ -18,38 +18,51 @@ from replay_lib.errors import EngineError, SpikeReplayError
 
 _FAILED = re.compile(r"rank\s*:\s*(\d+)[^\n]*\n\s*exitcode\s*:\s*(-?\d+)")
 _CAUSE = "Root Cause"
+_LOST_PEER = re.compile(
+    r"gloo/transport|NCCL (error|communicator)|DistBackendError|ncclRemoteError"
+)
 
 
-def why_it_ended(home: Path) -> SpikeReplayError | None:
+def why_it_ended(home: Path, lost: str | None = None) -> SpikeReplayError | None:
     """The error that ended the job whose files are in ``home``; None where nothing tells.
 
-    An error of ours counts first, then a rank that ended without a word, then what the first rank
-    met that could tell (that its peer is gone, for instance).
+    An error of ours counts first, then ``lost``, what is said of a machine that is gone, then a
+    rank that ended without a word, then what the first rank met that could tell (that its peer is
+    gone, for instance).
     """
     told = _told(home)
     ours = [error for error in told if error["code"] != EngineError.code]
     if ours:
         return named_error(ours[0])
-    silent = _silent(home)
-    if silent:
-        return EngineError(f"{silent}{log_end(home, without='[rank')}")
+    if lost is not None:
+        return EngineError(lost)
+    for log in _logs(home):
+        if silent := _silent(home, log):
+            return EngineError(f"{silent}{_end_of(log, without='[rank')}")
     return named_error(told[0]) if told else None
 
 
 def _told(home: Path) -> list[dict[str, Any]]:
-    """Errors that ranks wrote, the first first; one that a dying rank cut short does not count."""
+    """Errors that ranks wrote, the first first; one that a dying rank cut short does not count.
+
+    Those that tell of a lost peer come last: between machines the order in time is not exact.
+    """
     found: list[dict[str, Any]] = []
     for file in sorted(home.glob("error_rank*.json"), key=lambda f: f.stat().st_mtime_ns):
         try:
             found.append(json.loads(file.read_text()))
         except ValueError:
             continue
-    return found
+    return sorted(found, key=lambda error: bool(_LOST_PEER.search(error["message"])))
 
 
-def _silent(home: Path) -> str | None:
+def _logs(home: Path) -> list[Path]:
+    """This machine's log, then those that other machines sent."""
+    return [home / "log", *sorted(home.glob("log_node*"))]
+
+
+def _silent(home: Path, log: Path) -> str | None:
     """A rank that torchrun saw end and that left no word; what it calls the cause goes first."""
-    log = home / "log"
     text = log.read_text(errors="replace") if log.exists() else ""
     if _CAUSE not in text:
         return None
@@ -82,12 +95,16 @@ def _subclasses(kind: type[SpikeReplayError]) -> Iterator[type[SpikeReplayError]
         yield from _subclasses(child)
 
 
-def log_end(home: Path, lines: int = 30, without: str | None = None) -> str:
+def log_end(home: Path) -> str:
     """The last lines that the worker itself wrote, as a paragraph; empty where there are none.
 
-    Lines that begin with ``without`` are left out: what the other ranks say of a lost peer.
+    Of several machines those of the others follow this one's.
     """
-    log = home / "log"
+    return "".join(_end_of(log) for log in _logs(home))
+
+
+def _end_of(log: Path, lines: int = 30, without: str | None = None) -> str:
+    """Of one log. Lines that begin with ``without`` are left out: what is said of a lost peer."""
     if not log.exists():
         return ""
     told = log.read_text(errors="replace").splitlines()
@@ -95,4 +112,5 @@ def log_end(home: Path, lines: int = 30, without: str | None = None) -> str:
     own = next((i for i, line in enumerate(told) if "failed (exitcode" in line), len(told))
     said = [line for line in told[:own] if without is None or not line.startswith(without)]
     last = said[-lines:]
-    return "\nEnd of its log:\n  " + "\n  ".join(last) if last else ""
+    node = log.name.removeprefix("log").replace("_node", " on node ")
+    return f"\nEnd of its log{node}:\n  " + "\n  ".join(last) if last else ""

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,12 +21,14 @@ from typing import Any
 from replay_lib.engine.auto_layout import resolve_layout
 from replay_lib.engine.early import check_before_start
 from replay_lib.engine.endings import log_end, named_error, why_it_ended
+from replay_lib.engine.job import WORKER, Job, new_home, start_job
 from replay_lib.engine.layout import AUTO, Layout
+from replay_lib.engine.meeting import Meeting, meeting_of
+from replay_lib.engine.nodes import Nodes
 from replay_lib.engine.protocol import Experiment, Outcome, SessionInfo
 from replay_lib.errors import EngineError, SpikeReplayError
 from replay_lib.trainers.names import GRPO
 
-WORKER = "replay_lib.engine.worker"
 #: Starting takes 12 to 15 s on a GPU node and loading is bound by the disk; a hang is longer.
 START_TIMEOUT_S = 600.0
 #: The longest silence allowed while experiments run; progress is told after every group.
@@ -37,6 +36,10 @@ SILENCE_TIMEOUT_S = 1800.0
 
 #: After a rank has failed torchrun ends the others (30 s for those that do not listen) and reports.
 REPORT_TIMEOUT_S = 45.0
+#: ... for which it gets so long where another node has told already that it is over.
+SHORT_REPORT_S = 5.0
+#: Ranks that are asked to end get so long.
+CLOSE_TIMEOUT_S = 10.0
 
 
 class ReplaySession:
@@ -71,6 +74,7 @@ class ReplaySession:
         start_timeout_s: float = START_TIMEOUT_S,
         silence_timeout_s: float = SILENCE_TIMEOUT_S,
         worker_module: str = WORKER,
+        nodes: Nodes | None = None,
     ) -> ReplaySession:
         """Start a worker and load ``snapshot`` in it.
 
@@ -83,13 +87,16 @@ class ReplaySession:
         ``trainer``: whose loss is replayed, grpo, axrl or module:factory; the worker alone imports
         it. ``trainer_path``: where module:factory has to come from, before all other places; by
         default wherever Python finds it. ``paths_from``: where relative paths that methods are
-        given start. Raises the error that the worker met, or EngineError.
+        given start. ``nodes``: the machines that replay together (None: this one alone). Raises the
+        error that the worker met, or EngineError.
         """
         on = check_before_start(snapshot, device=device, rows=rows, trainer=trainer)
-        chosen = resolve_layout(layout, Path(snapshot).resolve(), on, precision, dp_ranks)
+        number = nodes.number if nodes else 1
+        where = Path(snapshot).resolve()
+        chosen = resolve_layout(layout, where, on, precision, dp_ranks=dp_ranks, nodes=number)
         request = {
             "op": "open",
-            "snapshot": str(Path(snapshot).resolve()),
+            "snapshot": str(where),
             "precision": precision,
             "dp_ranks": None if dp_ranks is None else list(dp_ranks),
             "rows": rows,
@@ -108,6 +115,7 @@ class ReplaySession:
             start_timeout_s=start_timeout_s,
             silence_timeout_s=silence_timeout_s,
             worker_module=worker_module,
+            nodes=nodes,
         )
 
     @classmethod
@@ -120,16 +128,18 @@ class ReplaySession:
         start_timeout_s: float = START_TIMEOUT_S,
         silence_timeout_s: float = SILENCE_TIMEOUT_S,
         worker_module: str = WORKER,
+        nodes: Nodes | None = None,
     ) -> ReplaySession:
         """Start a job of ``ranks`` processes of ``worker_module`` and send it ``request``.
 
-        ``device`` is cpu or cuda. Raises the error that the worker met, or EngineError.
+        ``device`` is cpu or cuda; of several ``nodes`` each has an equal part of the ranks. Raises
+        the error that the worker met, or EngineError.
         """
-        worker = _Worker.start(device, ranks, worker_module)
+        worker = _Worker.start(device, ranks, worker_module, nodes)
         try:
             worker.send(request)
             reply = worker.receive(start_timeout_s)
-            info = SessionInfo.model_validate(reply["info"])
+            info = SessionInfo.model_validate(worker.with_nodes(reply["info"]))
         except BaseException:
             worker.stop()
             raise
@@ -230,33 +240,36 @@ class ReplaySession:
 
 
 class _Worker:
-    """A torchrun job and the socket to its rank 0."""
+    """A torchrun job and the socket to its rank 0; ``meeting`` has the job's other machines."""
 
-    def __init__(self, process: subprocess.Popen[bytes], listener: socket.socket, home: Path):
-        self.process = process
+    def __init__(self, job: Job, listener: socket.socket, meeting: Meeting | None) -> None:
+        self.job = job
+        self.process = job.process
+        self.home = job.home
         self.listener = listener
-        self.home = home
+        self.meeting = meeting
         self.connection: socket.socket | None = None
         self.pending = b""
 
     @classmethod
-    def start(cls, device: str, ranks: int, module: str) -> _Worker:
-        home = Path(tempfile.mkdtemp(prefix="spike-replay-"))
+    def start(cls, device: str, ranks: int, module: str, nodes: Nodes | None = None) -> _Worker:
+        meeting, place = (None if nodes is None else meeting_of(nodes)), None
+        if meeting is not None:
+            place, ranks = meeting.start(device, ranks)
+        home = new_home()
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(home / "channel"))
         listener.listen(1)
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        launch += [f"--nproc-per-node={ranks}", "-m", module]
-        with (home / "log").open("wb") as log:
-            process = subprocess.Popen(
-                launch,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=_environment(device, home),
-                start_new_session=True,  # so that the whole job can be ended at once
-            )
-        return cls(process, listener, home)
+        job = start_job(home, device=device, ranks=ranks, module=module, place=place)
+        return cls(job, listener, meeting)
+
+    def with_nodes(self, info: dict[str, Any]) -> dict[str, Any]:
+        """What the worker told of itself, with the machines that it could not know of."""
+        if self.meeting is None:
+            return info
+        others = ", ".join(guest.name for guest in self.meeting.guests)
+        note = f"replayed on {self.meeting.nodes.number} nodes: this one and {others}"
+        return info | {"notes": [*info.get("notes", ()), note]}
 
     def send(self, message: dict[str, Any]) -> None:
         try:
@@ -278,10 +291,17 @@ class _Worker:
         return named_error(reply) if reply["answered"] else self._why() or named_error(reply)
 
     def _why(self) -> SpikeReplayError | None:
-        """What ended the job, once torchrun has made its report."""
+        """What ended the job, once torchrun has made its report, and other machines theirs."""
+        elsewhere = self.meeting is not None and self.meeting.trouble()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=REPORT_TIMEOUT_S)
-        return why_it_ended(self.home)
+            self.process.wait(timeout=SHORT_REPORT_S if elsewhere else REPORT_TIMEOUT_S)
+        if self.meeting is None:
+            return why_it_ended(self.home)
+        self.meeting.collect(self.home)
+        found = why_it_ended(self.home, self.meeting.lost)
+        self.meeting.failed = str(found or f"the worker ended unexpectedly.{self._log_end()}")
+        self.meeting.stop()
+        return found
 
     def _connected(self, timeout_s: float) -> socket.socket:
         deadline = time.monotonic() + timeout_s
@@ -313,6 +333,10 @@ class _Worker:
         return self._why() or EngineError(f"the worker ended unexpectedly.{self._log_end()}")
 
     def _check(self, deadline: float, timeout_s: float) -> None:
+        if self.meeting is not None and self.meeting.trouble():
+            why = self._ended()
+            self._kill()
+            raise why
         if self.process.poll() is not None and self.connection is None:
             raise EngineError(
                 f"the worker ended with status {self.process.returncode} before it could "
@@ -325,19 +349,9 @@ class _Worker:
             )
 
     def _kill(self) -> None:
-        """End torchrun and its ranks, which it starts in process groups of their own."""
-        import psutil
-
-        ranks: list[psutil.Process] = []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            ranks = psutil.Process(self.process.pid).children(recursive=True)
-        for rank in ranks:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                rank.kill()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        psutil.wait_procs(ranks, timeout=10)  # memory is free only when they are gone
+        self.job.end()
+        if self.meeting is not None:
+            self.meeting.stop()
 
     def _log_end(self) -> str:
         return log_end(self.home)
@@ -347,25 +361,15 @@ class _Worker:
         if self.connection is not None and self.process.poll() is None:
             with contextlib.suppress(OSError):
                 self.connection.sendall(b'{"op": "close"}\n')
+            if self.meeting is not None:
+                self.job.wait_for_ranks(CLOSE_TIMEOUT_S)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout=10)
+                self.process.wait(timeout=CLOSE_TIMEOUT_S)
         if self.process.poll() is None:
             self._kill()
+        if self.meeting is not None:
+            self.meeting.stop()
         if self.connection is not None:
             self.connection.close()
         self.listener.close()
         shutil.rmtree(self.home, ignore_errors=True)
-
-
-def _environment(device: str, home: Path) -> dict[str, str]:
-    env = dict(os.environ)
-    env["SPIKE_REPLAY_CHANNEL"] = str(home / "channel")
-    env["SPIKE_REPLAY_DEVICE"] = device
-    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) // 2)))
-    # cuBLAS is deterministic only with a fixed workspace.
-    env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    root = str(Path(__file__).resolve().parents[2])
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH", "")]))
-    if device == "cpu":
-        env["CUDA_VISIBLE_DEVICES"] = ""
-    return env

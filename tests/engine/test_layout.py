@@ -160,6 +160,28 @@ def test_auto_takes_one_rank_on_a_cpu_and_where_the_driver_tells_no_memory(plain
 def test_a_layout_that_needs_more_gpus_than_there_are_is_refused(plain_path, monkeypatch):
     monkeypatch.setattr(auto_layout, "cuda_devices", lambda: 2)
     assert resolve_layout("tp=2", plain_path, "cuda") == Layout(tp=2)
-    with pytest.raises(UsageError, match="it needs 4 NVIDIA devices, one a rank; 2 found"):
+    with pytest.raises(UsageError) as caught:
         resolve_layout("tp=2,pp=2", plain_path, "cuda")
+    assert str(caught.value) == (
+        "layout tp=2,pp=2: it needs 4 NVIDIA devices, one a rank; 2 found; over 2 such machines: "
+        "--nnodes 2 --rdzv-endpoint HOST:29400 here, and on each other one spike-replay join "
+        "--rdzv-endpoint HOST:29400 (HOST: an address of this machine)"
+    )
+    assert resolve_layout("tp=2,pp=2", plain_path, "cuda", nodes=2).ranks == 4
     assert resolve_layout("tp=2,pp=2", plain_path, "cpu").ranks == 4
+
+
+def test_a_layout_is_shared_out_evenly_over_nodes(plain_path, fields):
+    with pytest.raises(UsageError) as caught:
+        resolve_layout("auto", plain_path, "cpu", nodes=2)
+    assert str(caught.value) == (
+        "layout dp=1: 1 rank(s) cannot be shared out evenly over 2 nodes: name another one with "
+        "--layout, or leave --nnodes out"
+    )
+    snapshot = replace(open_snapshot(plain_path), parallel=recorded(pp=4))
+    config = model_config(fields)
+    chosen = [
+        choose_layout(snapshot, fields, config, devices=6, memory=1, nodes=nodes)
+        for nodes in (1, 2, 3)
+    ]
+    assert chosen == [Layout(pp=4), Layout(pp=4), ONE_RANK]  # three nodes: told as above
