@@ -15,10 +15,11 @@ from typing import Any
 import typer
 
 from replay_lib.cli.commands import app
-from replay_lib.cli.output import print_error
+from replay_lib.cli.output import print_error, stderr
 from replay_lib.engine.meeting import part
 from replay_lib.errors import SpikeReplayError, UsageError
 from replay_lib.exit_codes import ExitCode
+from replay_lib.record.task_file import render_stale
 
 #: What typer raises for a wrong command line; found by name, since newer typer has its own click.
 CommandFault: type[Exception] = next(
@@ -44,6 +45,8 @@ def main(arguments: list[str] | None = None) -> None:
             code = _run(given, as_json="--json" in given)
         finally:
             part()
+    for line in render_stale():  # after what the command did, whichever it was
+        stderr().print(line, soft_wrap=True)
     sys.exit(code)
 
 

@@ -109,8 +109,8 @@ def read(task: Task) -> tuple[Event, ...]:
 
 def tasks(root: Path = Path()) -> list[Task]:
     """Every task that has a ledger under ``root``, by name."""
-    found = sorted((root / layout.TASKS).glob("*.jsonl"))
-    return [Task(file.stem, root) for file in found]
+    found = sorted((root / layout.TASKS).glob("[A-Za-z0-9]*.jsonl"))
+    return [Task(file.stem, root) for file in found if file.is_file()]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -11,11 +12,11 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from replay_lib.errors import UsageError, fault
+from replay_lib.errors import SpikeReplayError, UsageError, fault
 from replay_lib.record import ledger, notes
 from replay_lib.record.history import Attempt, History, history_of
 from replay_lib.record.task import Task
-from replay_lib.record.task_page import head_of, replay_command, state_of, tail_of
+from replay_lib.record.task_page import head_of, replay_command, signs_of, state_of, tail_of
 from replay_lib.writing import replace_file
 
 LOCK_SECONDS = 60  # rendering takes well under a second
@@ -41,7 +42,29 @@ def render(task: Task) -> tuple[str, ...]:
         content = notes.join(head_of(task, history), kept, tail_of(history))
         if content != old:
             replace_file(task.file, content)
+        else:
+            task.file.touch()  # it is up to date
     return told
+
+
+def render_stale(root: Path = Path()) -> tuple[str, ...]:
+    """Render what is older than its ledger, whoever wrote that; what has to be told.
+
+    A ledger that cannot be read, or a file that cannot be written, is told too and raises nothing.
+    """
+    told: list[str] = []
+    for task in ledger.tasks(root):
+        try:
+            if _is_stale(task) and os.access(task.file.parent, os.W_OK):
+                told += render(task)
+        except (SpikeReplayError, OSError) as error:
+            told.append(str(error))
+    return tuple(told)
+
+
+def _is_stale(task: Task) -> bool:
+    written = task.file.stat().st_mtime_ns if task.file.exists() else 0
+    return task.ledger.stat().st_mtime_ns >= written
 
 
 def document(task: Task) -> dict[str, Any]:
@@ -72,7 +95,10 @@ def document(task: Task) -> dict[str, Any]:
         ],
         "observations": [{"at": s.at.isoformat(), "text": s.text} for s in history.observations],
         "next_steps": [{"at": s.at.isoformat(), "text": s.text} for s in history.next_steps],
-        "analyzed": [event.data for event in history.analyzed],
+        "analyzed": [
+            {"at": e.at.isoformat(), "snapshot": e.data.get("snapshot"), "signs": signs_of(e)}
+            for e in history.analyzed
+        ],
         "recorded": [event.data for event in history.recorded],
         "reported": [event.data for event in history.reported],
         "files": _files(task, history),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from datetime import datetime
+from typing import Any
 
 from replay_lib.record.history import UNKNOWN, Attempt, Command, History, Said
 from replay_lib.record.ledger import Event
@@ -179,22 +180,19 @@ def _under(one: Attempt) -> str:
 def _analyses(history: History) -> list[str]:
     lines = []
     for event in history.analyzed:
-        signals = event.data.get("signals")
-        told = signals if isinstance(signals, (list, tuple)) else [signals]
+        signs = [f"{one.get('name')} ({one.get('found')})" for one in signs_of(event)]
+        told = plain("; ".join(signs)) or "no sign of trouble"
         place = code(str(event.data.get("snapshot")))
-        lines.append(f"- {_when(event.at)} signals of {place}: {plain(_joined(told))}")
+        lines.append(f"- {_when(event.at)} data of {place}: {told}")
     return lines
 
 
-def _joined(values: Sequence[object]) -> str:
-    """Signals as whoever found them wrote them: texts, or names with values."""
-    told = []
-    for one in values:
-        if isinstance(one, dict):
-            told += [f"{name}: {value}" for name, value in one.items()]
-        else:
-            told.append(str(one))
-    return "; ".join(told)
+def signs_of(analyzed: Event) -> list[dict[str, Any]]:
+    """The signs of trouble that ``analyze`` found present, as it wrote them."""
+    signals = analyzed.data.get("signals")
+    signs = signals.get("signs") if isinstance(signals, dict) else None
+    listed = signs if isinstance(signs, list) else []
+    return [one for one in listed if isinstance(one, dict) and one.get("present")]
 
 
 def _dated(said: Sequence[Said]) -> list[str]:

@@ -13,10 +13,16 @@ from replay_lib.errors import UsageError
 from replay_lib.record import ledger
 from replay_lib.record.notes import split
 from replay_lib.record.task import Task
-from replay_lib.record.task_file import document, render
+from replay_lib.record.task_file import document, render, render_stale
 
 JOB = "axrl-v002-052915-math-moe-r3"
 COPY = f"/data/0612~{JOB}__actor/checkpoints/spike_snapshots-active/iter_0000085"
+SIGNALS = {
+    "signs": [
+        {"name": "sign_imbalance", "present": True, "found": "9 * more <b>"},
+        {"name": "length_outliers", "present": False, "found": "none"},
+    ]
+}
 FAILED = result(outcome("use-tis-loss", 9.0))
 
 
@@ -26,7 +32,7 @@ def task(tmp_path: Path) -> Task:
     task = Task(JOB, tmp_path)
     run = ledger.new_run()
     ledger.append(task, "preserved", snapshot="/data/iter_0000085", preserved=COPY)
-    ledger.append(task, "analyzed", snapshot=COPY, signals=["sign imbalance", {"k3": 0.5}])
+    ledger.append(task, "analyzed", snapshot=COPY, signals=SIGNALS)
     command = f"spike-replay replay '{COPY}' -m use-tis-loss"
     planned = ["baseline", "use-tis-loss", "evil|<b>`"]
     ledger.append(task, "started", run=run, command=command, snapshot=COPY, planned=planned)
@@ -67,7 +73,8 @@ def test_every_section_tells_what_happened(task: Task) -> None:
         "fail",
         "refused (batch)",
     ]
-    assert "sign imbalance; k3: 0.5" in section(task, "Observations")
+    found = "sign_imbalance (9 \\* more &lt;b&gt;)"
+    assert section(task, "Observations").splitlines()[0].endswith(f"`{COPY}`: {found}")
     assert "the second row is long" in section(task, "Observations")
     failed = section(task, "Failed attempts").splitlines()
     assert "tiny-step85 / use-tis-loss: fail: norm 9 is 4.5" in failed[0]
@@ -108,9 +115,9 @@ def test_notes_survive(task: Task) -> None:
 
 def test_rendering_again_changes_nothing(task: Task) -> None:
     render(task)
-    before = task.file.stat().st_mtime_ns, task.file.read_bytes()
+    before = task.file.stat().st_ino, task.file.read_bytes()
     render(task)
-    assert (task.file.stat().st_mtime_ns, task.file.read_bytes()) == before
+    assert (task.file.stat().st_ino, task.file.read_bytes()) == before
 
 
 @pytest.mark.parametrize("marker", ["<!-- notes -->\n", "<!-- end of notes -->\n"])
@@ -169,3 +176,18 @@ def test_a_file_that_cannot_be_written_is_one_error(task: Task) -> None:
     task.file.mkdir()
     with pytest.raises(UsageError, match="expected a task file that can be written"):
         render(task)
+
+
+def test_whatever_wrote_the_ledger_what_is_stale_is_rendered(task: Task) -> None:
+    assert render_stale(task.root) == ()
+    before = task.file.read_text()
+    assert "the second row is long" in before
+    ledger.append(task, "observation", text="by another command")
+    assert render_stale(task.root) == ()
+    assert "by another command" in task.file.read_text()
+    other = Task("other", task.root)
+    ledger.append(other, "observation", text="x")
+    task.ledger.write_bytes(task.ledger.read_bytes() + b"{}\n")
+    (told,) = render_stale(task.root)
+    assert "expected one event of a ledger" in told
+    assert other.file.exists(), "one broken ledger does not stop the others"
