@@ -25,6 +25,7 @@ ROOMS = [
     "backend",
     "detect noise rule",
     "expected",
+    "recording",
     "recorder",
     "verdict",
     "case",

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from replay_lib.errors import SnapshotError
 from replay_lib.recorder import Event, SpikeRecorder
 from replay_lib.snapshot import SpikeSettings, load_batch, open_snapshot, read_content
+from replay_lib.unfinished import hidden_sibling
 
 EMBEDDED = Path(__file__).parents[1] / "spike_cases/axrl-plain-step85/snapshot/iter_0000085"
 QUIET_STEPS = [0.40, 0.42, 0.38, 0.41, 0.43, 0.39, 0.40, 0.42, 0.41, 0.40]  # warm-up: 10 steps
@@ -140,15 +143,45 @@ def test_a_run_that_continues_brings_its_history(tmp_path, content):
     assert run(1.3)[0].event is Event.SPIKE
 
 
-def test_an_error_while_writing_leaves_nothing_and_keeps_what_was_there(run, content):
+@pytest.mark.parametrize("loud", [False, True])
+def test_an_error_while_writing_leaves_nothing_and_keeps_what_was_there(
+    tmp_path, content, loud, caplog
+):
+    run = Run(tmp_path, content, raise_failures=loud)
     run(*QUIET_STEPS, 1.3, 1.4, 1.5)
     before = run.names(Event.SPIKE)
     run.content = dataclasses.replace(content, batches=content.batches[:1])
-    with pytest.raises(Exception, match="batches"):
-        run(2.9)
+    if loud:
+        with pytest.raises(SnapshotError, match=r"batches: found 1, expected dp_size = 2"):
+            run(2.9)
+    else:
+        seen = run(2.9, 2.8)  # training goes on, and one warning is enough
+        assert [o.event for o in seen] == [Event.SPIKE] * 2 and seen[0].path is None
+        assert "was not written (SnapshotError: " in seen[0].note
+        told = [r for r in caplog.records if r.name == "replay_lib.recorder"]
+        assert [r.getMessage() for r in told] == [seen[0].note]
     assert run.names(Event.SPIKE) == before
     root = run.recorder.roots[Event.SPIKE]
     assert sorted(p.name for p in root.iterdir()) == before
+
+
+def test_what_a_killed_run_left_is_cleared_by_the_next_one_and_nothing_else(run, tmp_path):
+    run(*QUIET_STEPS, 1.3, 1.4, 1.5)
+    root = run.recorder.roots[Event.SPIKE]
+    left = root / f".iter_0000009.{socket.gethostname()}-abcdefgh.part"
+    left.mkdir()
+    (left / "batch_rank0.pt").write_bytes(b"half")
+    (root / "iter_0000099").mkdir()  # a fourth one: killed before the rotation
+    others = [root / ".iter_0000099", root / ".hidden", root.with_name("spike_snapshots-active")]
+    for other in others:
+        (other / "iter_0000010").mkdir(parents=True)
+    with hidden_sibling(root / "iter_0000100") as at_work:
+        SpikeRecorder(tmp_path)
+        assert at_work.exists() and not left.exists()
+    assert run.names(Event.SPIKE) == ["iter_0000011", "iter_0000012", "iter_0000099"]
+    assert all((other / "iter_0000010").exists() for other in others)
+    hidden = sorted(p.name for p in root.iterdir() if p.name.startswith("."))
+    assert hidden == [".hidden", ".iter_0000099"]
 
 
 def test_recording_needs_no_torch_until_it_writes():

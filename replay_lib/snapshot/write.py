@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +38,8 @@ class Content:
     rank d. ``tensors`` are whole parameters by checkpoint key (stacked layers, stacked experts).
     ``grad_info`` is by global rank. ``handles[d]`` says how each row's routes are spread over
     stored objects; None: one object a path. ``saved_settings`` is the trainer's configuration as it
-    was read: keys that ``settings`` do not know are kept from there.
+    was read: keys that ``settings`` do not know are kept from there. ``remarks`` are written beside
+    the keys of AXRL's metadata, which no reader of it minds.
     """
 
     step: int
@@ -52,6 +53,7 @@ class Content:
     grad_info: Mapping[int, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
     handles: tuple[tuple[RowHandles | None, ...], ...] | None = None
     saved_settings: Mapping[str, Any] = field(default_factory=dict)
+    remarks: Mapping[str, Any] = field(default_factory=dict)  # more keys of the metadata
 
 
 def read_content(snapshot: Snapshot, *, keep_handles: bool = False) -> Content:
@@ -113,18 +115,37 @@ def write_snapshot(
     layout; then, as after any other error, nothing is left behind.
     """
     target = Path(directory)
+    parallel_of(content, target)
+    with whole_directory(target) as temporary:
+        write_content(temporary, target, content, legacy=legacy, checkpoint=checkpoint)
+    return open_snapshot(target)
+
+
+def write_content(
+    directory: Path,
+    target: Path,
+    content: Content,
+    *,
+    legacy: bool = False,
+    checkpoint: Callable[[Path], None] | None = None,
+) -> None:
+    """Every file of ``content`` into the existing ``directory``, which will be ``target``."""
+    parallel = parallel_of(content, target)
+    if checkpoint is None:
+        _write_tensors(directory, target.name, content)
+    else:
+        checkpoint(directory)
+    _write_beside(directory, content, parallel, legacy)
+
+
+def parallel_of(content: Content, target: Path) -> Parallel:
+    """The layout that the content states; a SnapshotError where its batches contradict it."""
     parallel = parallel_from(content.worker_config, target / layout.WORKER_CONFIG)
     if len(content.batches) != parallel.dp:
         raise SnapshotError(
             fault(target, "batches", str(len(content.batches)), f"dp_size = {parallel.dp}")
         )
-    with whole_directory(target) as temporary:
-        if checkpoint is None:
-            _write_tensors(temporary, target.name, content)
-        else:
-            checkpoint(temporary)
-        _write_beside(temporary, content, parallel, legacy)
-    return open_snapshot(target)
+    return parallel
 
 
 @contextmanager
@@ -172,12 +193,53 @@ def _write_tensors(directory: Path, name: str, content: Content) -> None:
 
 def _write_beside(directory: Path, content: Content, parallel: Parallel, legacy: bool) -> None:
     """All that is not Megatron's checkpoint."""
+    from replay_lib.snapshot.write_rank import handles_of
+
+    counts = []
+    for rank in range(parallel.world_size):
+        dp_rank = parallel.dp_rank(rank)
+        batch = content.batches[dp_rank]
+        handles = content.handles[dp_rank] if content.handles else handles_of(batch)
+        figures = content.grad_info.get(rank)
+        counts.append(write_rank_files(directory, rank, batch, handles, figures))
+    write_shared_files(directory, content, counts[0], legacy=legacy)
+
+
+def write_rank_files(
+    directory: Path,
+    rank: int,
+    batch: RankBatch,
+    handles: Sequence[RowHandles | None],
+    figures: Mapping[str, Mapping[str, float]] | None,
+) -> int:
+    """What GLOBAL rank ``rank`` saves beside its shard of the weights, into ``directory``.
+
+    ``figures`` are its per-parameter figures (None: no such file). Returns the number of its
+    routing payloads.
+    """
+    from replay_lib.snapshot.naming import save_named
+    from replay_lib.snapshot.write_rank import write_batch, write_routing
+
+    write_batch(directory / layout.batch_file(rank), batch, handles)
+    count = write_routing(directory / layout.routing_file(rank), handles)
+    if figures is not None:
+        plain = {name: dict(values) for name, values in figures.items()}
+        save_named(plain, directory / layout.grad_info_file(rank))
+    return count
+
+
+def write_shared_files(
+    directory: Path, content: Content, count: int, *, legacy: bool = False
+) -> None:
+    """What rank 0 alone saves: configurations, loss settings, and metadata last.
+
+    ``count`` is the number of rank 0's routing payloads.
+    """
     from replay_lib.snapshot.write_checkpoint import write_train_state
     from replay_lib.snapshot.write_rank import write_trainer
 
     write_train_state(directory, content.step)
     (directory / layout.RUN_CONFIG).write_text(content.run_config, encoding="utf-8")
-    count = _write_ranks(directory, content, parallel)
     write_trainer(directory / layout.TRAINER, content.settings, content.saved_settings)
     _write_json(directory / layout.WORKER_CONFIG, content.worker_config)
     metadata = _metadata(content)
@@ -185,24 +247,6 @@ def _write_beside(directory: Path, content: Content, parallel: Parallel, legacy:
         _write_json(directory / layout.MEGATRON_METADATA, metadata)
     else:
         _write_json(directory / layout.AXRL_METADATA, _modern(metadata, count))
-
-
-def _write_ranks(directory: Path, content: Content, parallel: Parallel) -> int:
-    """Files of every global rank; the number of routing payloads of rank 0."""
-    from replay_lib.snapshot.naming import save_named
-    from replay_lib.snapshot.write_rank import handles_of, write_batch, write_routing
-
-    counts = []
-    for rank in range(parallel.world_size):
-        dp_rank = parallel.dp_rank(rank)
-        batch = content.batches[dp_rank]
-        handles = content.handles[dp_rank] if content.handles else handles_of(batch)
-        write_batch(directory / layout.batch_file(rank), batch, handles)
-        counts.append(write_routing(directory / layout.routing_file(rank), handles))
-        if rank in content.grad_info:
-            figures = {k: dict(v) for k, v in content.grad_info[rank].items()}
-            save_named(figures, directory / layout.grad_info_file(rank))
-    return counts[0]
 
 
 def _metadata(content: Content) -> dict[str, Any]:
@@ -214,6 +258,7 @@ def _metadata(content: Content) -> dict[str, Any]:
         "grad_norm_median": median,
         "spike_ratio_actual": norm / median if norm is not None and median else None,
         "config": content.worker_config,
+        **content.remarks,
     }
 
 

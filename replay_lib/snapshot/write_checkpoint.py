@@ -24,7 +24,7 @@ BACKEND = {
 }
 
 
-class _Writer(FileSystemWriter):
+class CheckpointWriter(FileSystemWriter):
     """Names the checkpoint after its final directory, not after the temporary one."""
 
     def __init__(self, directory: Path, name: str) -> None:
@@ -45,7 +45,7 @@ def write_checkpoint(directory: Path, name: str, step: int, tensors: Mapping[str
     with warnings.catch_warnings():
         # torch says that no process group is there; that is what is asked for
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        save(dict(state), storage_writer=_Writer(directory, name), no_dist=True)
+        save(dict(state), storage_writer=CheckpointWriter(directory, name), no_dist=True)
     save_named({"checkpoint_version": 3.0, "iteration": step}, directory / layout.COMMON)
     text = json.dumps(BACKEND)
     (directory / layout.MEGATRON_METADATA).write_text(text, encoding="utf-8")

@@ -52,7 +52,7 @@ def _make(run: Run, home: Path, tell: Tell) -> None:
     tell(f"warm-up took {time.perf_counter() - start:.0f} s")
     run.trainer = Trainer(_moved(run), run.recipe.grpo)  # Adam starts afresh
     run.recent = [whole_tensors(run.trainer.model)]
-    recorder = SpikeRecorder(home, quiet_every=10)
+    recorder = SpikeRecorder(home, quiet_every=10, raise_failures=True)
     for _ in range(run.recipe.grpo.steps):
         batch = plain(run)
         gradient, seen, _ = run.observe(recorder, batch, ORDINARY)

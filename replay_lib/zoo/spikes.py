@@ -70,7 +70,7 @@ def _make(kind: str, run: Run, home: Path, directory: Path) -> Made:
     find_kind(kind)
     directory.mkdir(parents=True, exist_ok=True)
     spike = SpikeSettings(enabled=True, save_per_param_grads=False)
-    recorder = SpikeRecorder(directory, spike=spike, history=run.norms)
+    recorder = SpikeRecorder(directory, spike=spike, history=run.norms, raise_failures=True)
     accuracy = run.baseline
     before = list(run.norms)
     natural = kind == NATURAL
