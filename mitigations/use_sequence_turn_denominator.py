@@ -13,11 +13,11 @@ from replay_lib.patch import Patch, mitigation, settings_patch
     source="AXRL micro_batch_denominator_type, seq_turn_alpha",
     changes_unit=True,
 )
-def use_sequence_turn_denominator(alpha: float = 0.0) -> Patch:
+def use_sequence_turn_denominator(alpha: float = 1.0) -> Patch:
     """Weight micro-batches by rows and turns instead of tokens.
 
     micro_batch_denominator_type = seq_turn with seq_turn_alpha = ``alpha`` (0: a row counts
-    once, 1: each of its turns counts).
+    once, 1: and once more for each of its turns).
 
     Then the gradient depends on how the trainer split the batch, and the unit of the loss changes.
     """

@@ -1,7 +1,9 @@
 """Which experiments of one forward need a backward of their own: one question has one answer.
 
 Many methods leave a step's loss as it is, or change it in the same way: what they ask of the
-log-probabilities is then equal bit for bit, and so is the gradient that a backward gives.
+log-probabilities is then equal bit for bit, and so is the gradient that a backward gives. Everybody
+asks with zeros that have no sign: a masked token's 0 times a negative advantage is -0.0, which asks
+for nothing else than 0.0 and would part those that ask for the same.
 """
 
 from __future__ import annotations
@@ -26,6 +28,12 @@ class Asked:
     alone: bool
 
 
+def without_signs_of_zero(grads: Grads) -> Grads:
+    """``grads`` with 0.0 in the place of -0.0; every other value, NaN too, is what it was."""
+    asked, entropy = grads
+    return asked + 0.0, None if entropy is None else entropy + 0.0
+
+
 @dataclass
 class Backward:
     """One backward, and everybody whose gradient it is."""
@@ -47,5 +55,5 @@ def distinct(asked: Iterable[Asked]) -> list[Backward]:
 
 
 def _bits(grads: Grads) -> tuple[bytes | None, ...]:
-    # bits, not values: a NaN equals nothing, and of two zeros one may be negative
+    # bits, not values: a NaN equals nothing
     return tuple(None if g is None else g.detach().cpu().numpy().tobytes() for g in grads)

@@ -188,7 +188,11 @@ def _changed(usable: Mapping[str, Result], old: Document | None, digest: str) ->
         if entry is None:
             change.new.append(name)
             change.methods[name] = _entry(now, result)
-        elif not same_case or _differs(now, entry, result):
+        elif same_case and not _differs(now, entry, result):
+            if _more(now, entry):  # of what an older version did not keep
+                change.new.append(name)
+                change.methods[name] = entry.model_copy(update=_more(now, entry))
+        else:
             assert old is not None
             past = Past(
                 **_plain(entry),
@@ -211,11 +215,14 @@ def _plain(figures: Figures) -> dict[str, Any]:
 
 
 def _differs(now: Figures, entry: Figures, result: Result) -> bool:
-    """Beyond noise, by verdict, or by what is measured at all."""
-    measured = [getattr(now, f) is None for f in FIGURES]
-    before = [getattr(entry, f) is None for f in FIGURES]
+    """Beyond noise, by verdict, or by a figure that is measured no longer."""
     moved = drift_of(now, entry, *allowed(result))
-    return bool(moved) or measured != before or now.verdict is not entry.verdict
+    return bool(moved) or now.verdict is not entry.verdict
+
+
+def _more(now: Figures, entry: Figures) -> dict[str, float]:
+    """Figures that the entry lacks."""
+    return {f: getattr(now, f) for f in FIGURES if getattr(entry, f) is None is not getattr(now, f)}
 
 
 def _told(name: str, now: Figures, before: Figures) -> str:

@@ -28,7 +28,8 @@ class Figures(Frozen):
     ``carried`` is the norm with carried old log-probabilities, ``quiet`` and ``quiet_carried`` are
     those of the quiet control, ``ratio`` is ``norm`` over the median norm. ``kept_*`` are shares of
     the signal that a method keeps (:class:`~replay_lib.engine.protocol.Retained`): a loss that goes
-    wrong may leave a norm as it is where most of a method's tokens are masked.
+    wrong may leave a norm as it is where most of a method's tokens are masked. ``denominator`` is
+    what the summed gradients were divided by.
     """
 
     norm: float
@@ -38,6 +39,7 @@ class Figures(Frozen):
     kept_tokens: float | None = None
     kept_advantage: float | None = None
     kept_dloss_dlogprob: float | None = None
+    denominator: float | None = None
     ratio: float | None = None
     verdict: Verdict
 

@@ -24,6 +24,7 @@ FIGURES = {
     "kept_tokens": "the share of loss tokens kept",
     "kept_advantage": "the share of |advantage x policy weight| kept",
     "kept_dloss_dlogprob": "the share of |dLoss/dlogprob| kept",
+    "denominator": "the denominator",
 }
 
 
@@ -46,6 +47,7 @@ def figures_of(result: Result) -> Figures:
         quiet=effect.quiet_norm if effect else None,
         quiet_carried=effect.quiet_norm_carried if effect else None,
         **_shares(result.retained),
+        denominator=result.denominator,
         ratio=result.ratio,
         verdict=result.verdict,
     )

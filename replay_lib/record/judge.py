@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -127,6 +128,8 @@ def judge_outcome(
         device=session.device,
         versions=session.versions,
         seconds=outcome.seconds,
+        # what replays elsewhere may not tell it
+        denominator=outcome.denominator if math.isfinite(outcome.denominator) else None,
         dtype=session.dtype,
         digest=outcome.digest,
         rule=judgement.rule,

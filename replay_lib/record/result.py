@@ -158,7 +158,8 @@ class Result(Frozen):
     ``differences`` are those between the model that ran and the replayed one that may
     change the step. ``layer_norms`` are norms before clipping of each layer's parts
     (:mod:`replay_lib.record.layer_norms`), ``target_ratio`` is the case's, ``detector_ratio`` that
-    of the run's own spike detector (empty or None in results of older versions).
+    of the run's own spike detector, ``denominator`` the sum that the summed gradients were divided
+    by: tokens, rows or turns (empty or None in results of older versions).
     """
 
     case: str
@@ -213,6 +214,7 @@ class Result(Frozen):
     layer_norms: dict[str, float] = Field(default_factory=dict)
     target_ratio: float | None = None
     detector_ratio: float | None = None
+    denominator: float | None = None
     timestamp: str
 
     @property

@@ -36,7 +36,7 @@ SETTINGS = {
     "use-sequence-mean-aggregation": {"loss_agg_type": "seq-mean-token-mean"},
     "use-sequence-turn-denominator": {
         "micro_batch_denominator_type": "seq_turn",
-        "seq_turn_alpha": 0.0,
+        "seq_turn_alpha": 1.0,
     },
     "use-tis-loss": {"loss_type": "tis"},
     "use-topr-loss": {"loss_type": "topr"},
