@@ -119,6 +119,11 @@ def is_portable(directory: Path) -> bool:
     return (directory / PORTABLE).is_file()
 
 
+def route_signals_file(dp_rank: int) -> str:
+    """Log-probabilities of a data-parallel rank, in the temporary directory of an analysis."""
+    return f"dp{dp_rank}.safetensors"
+
+
 def portable_weights(number: int) -> str:
     """The ``number``-th file of parameters (from 1)."""
     return f"weights-{number:05d}.safetensors"

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from replay_lib.analysis.signals.summary import Signals
-from replay_lib.cli.arguments import Json, as_path
+from replay_lib.cli.arguments import Device, Json, as_path
 from replay_lib.cli.output import print_json, progress, stderr, stdout
 from replay_lib.cli.signals_view import print_signals
 from replay_lib.record import ledger
@@ -35,6 +35,15 @@ def analyze(
             "text too.",
         ),
     ] = None,
+    session: Annotated[
+        bool,
+        typer.Option(
+            "--session",
+            help="Run the model forward too, on one rank: how the saved routes agree with its own, "
+            "and how far its log-probabilities are from the recorded ones.",
+        ),
+    ] = False,
+    device: Device = "auto",
     task: Annotated[
         str | None,
         typer.Option(
@@ -54,7 +63,7 @@ def analyze(
     belongs = task_of(case, task)
     command = shlex.join(["spike-replay", *sys.argv[1:]])
     with keep_command(belongs, command, [snapshot_at(case)], []) as kept:
-        signals = _analyzed(case, tokenizer)
+        signals = _analyzed(case, tokenizer, session=session, device=device)
         document = signals.model_dump(mode="json", by_alias=True)
         if belongs is not None:
             kept_as = {"snapshot": signals.snapshot, "signals": document}
@@ -68,7 +77,7 @@ def analyze(
         stderr().print(f"{why}; name a task with --task JOB", soft_wrap=True)
 
 
-def _analyzed(case: Path, tokenizer: Path | None) -> Signals:
+def _analyzed(case: Path, tokenizer: Path | None, *, session: bool, device: str) -> Signals:
     from replay_lib.analysis.signals.analyzing import analyze as analyze_case
     from replay_lib.analysis.signals.text import decoder
 
@@ -78,4 +87,4 @@ def _analyzed(case: Path, tokenizer: Path | None) -> Signals:
         def told(done: int, of: int) -> None:
             tell(Step(case=case.name, what="ranks read", done=done, total=of))
 
-        return analyze_case(case, decode=decode, tell=told)
+        return analyze_case(case, decode=decode, session=session, device=device, tell=told)

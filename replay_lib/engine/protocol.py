@@ -169,6 +169,43 @@ class Outcome(Frozen):
     seconds: float
 
 
+class RouteCounts(Frozen):
+    """Saved experts against a router's own top-k, counted over ``tokens``.
+
+    ``ordered``: tokens with the same experts in the same order; ``slots_in_set``: saved slots that
+    are in the own top-k; ``disjoint``: tokens without a common expert. ``gap`` is, summed over
+    tokens and at its largest, the mean logit of the own top-k minus that of the saved experts.
+    """
+
+    tokens: int = 0
+    ordered: int = 0
+    slots_in_set: int = 0
+    disjoint: int = 0
+    gap_sum: float = 0.0
+    gap_max: float | None = None  # None: no token
+
+    def plus(self, other: RouteCounts) -> RouteCounts:
+        """Both together."""
+        largest = [gap for gap in (self.gap_max, other.gap_max) if gap is not None]
+        return RouteCounts(
+            tokens=self.tokens + other.tokens,
+            ordered=self.ordered + other.ordered,
+            slots_in_set=self.slots_in_set + other.slots_in_set,
+            disjoint=self.disjoint + other.disjoint,
+            gap_sum=self.gap_sum + other.gap_sum,
+            gap_max=max(largest) if largest else None,
+        )
+
+
+class LayerRoutes(Frozen):
+    """One MoE layer (its number among them): ``response`` are loss positions, ``prompt`` others."""
+
+    layer: int
+    topk: int
+    prompt: RouteCounts
+    response: RouteCounts
+
+
 def json_value(value: Any) -> Any:
     """``value`` as strict JSON can hold it: dates, bytes, sets and NaN of YAML become text."""
     if isinstance(value, Mapping):

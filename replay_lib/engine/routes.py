@@ -36,6 +36,7 @@ class TokenRouterReplay(RouterReplay):
         self.release: Release | None = None
         self.real: Tensor | None = None
         self.logits = False  # whether scores come before the softmax
+        self.seen: Callable[[Tensor], None] | None = None  # gets the own choice, best first
 
     def get_replay_topk(
         self,
@@ -54,6 +55,10 @@ class TokenRouterReplay(RouterReplay):
             return values, indices
         assert self.target_topk_idx is not None and default_compute_topk is not None
         _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.seen is not None:
+            # Megatron-Core 0.19 does not sort where there are no gradients
+            best_first = scores.gather(1, own).argsort(dim=1, descending=True, stable=True)
+            self.seen(own.gather(1, best_first))
         if self.release is not None:
             self.token_mask = self._released(scores.detach(), own)
         chosen = torch.where(self.token_mask.unsqueeze(1), self.target_topk_idx, own)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
 import socket
 import subprocess
@@ -25,8 +26,8 @@ from replay_lib.engine.job import WORKER, Job, new_home, start_job
 from replay_lib.engine.layout import AUTO, Layout
 from replay_lib.engine.meeting import Meeting, meeting_of
 from replay_lib.engine.nodes import Nodes
-from replay_lib.engine.protocol import Experiment, Outcome, SessionInfo
-from replay_lib.errors import EngineError, SpikeReplayError
+from replay_lib.engine.protocol import Experiment, LayerRoutes, Outcome, SessionInfo
+from replay_lib.errors import EngineError, SpikeReplayError, UsageError, fault
 from replay_lib.trainers.names import GRPO
 
 #: Starting takes 12 to 15 s on a GPU node and loading is bound by the disk; a hang is longer.
@@ -214,6 +215,21 @@ class ReplaySession:
         On a GPU what PyTorch had given to tensors, on a CPU the process's resident set.
         """
         return [int(b) for b in self._measure({"op": "memory"})["peak_bytes"]]
+
+    def route_signals(self, directory: Path) -> tuple[LayerRoutes, ...]:
+        """How the saved routes agree with the model's own, and log-probabilities under both.
+
+        Two forward passes and no backward: nothing of the session changes. One layer after the
+        other, none where the run did not replay routes. ``directory`` gets a file a recorded
+        data-parallel rank (see ``engine/route_signals.py``). UsageError on several ranks.
+        """
+        ranks = math.prod(self.info.layout.values())
+        if ranks > 1:
+            found, then = f"a session on {ranks} ranks", "Any recorded layout folds onto one."
+            raise UsageError(fault("route signals", "layout", found, "one rank", then))
+        request = {"op": "routes", "directory": str(directory.resolve())}
+        told = self._measure(request)["layers"]
+        return tuple(LayerRoutes.model_validate(layer) for layer in told)
 
     def _measure(self, request: dict[str, Any]) -> dict[str, Any]:
         self._take_turn()

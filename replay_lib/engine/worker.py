@@ -1,10 +1,10 @@
 """The worker process: started by torchrun, one per rank; rank 0 talks to the parent.
 
 One JSON document a line in each direction. In: ``open`` once, then ``run``, ``gradients`` or
-``close``, or a measurement (``bare``, ``memory``). Out: ``opened``, ``progress``, ``outcome``, what
-was measured, ``done`` or ``error``. Rank 0 hands every request to the other ranks. All ranks give
-up an experiment together where one finds its patches or its loss at fault; any other error that a
-rank meets ends it, and torchrun then ends the others.
+``close``, or a measurement (``bare``, ``memory``, ``routes``). Out: ``opened``, ``progress``,
+``outcome``, what was measured, ``done`` or ``error``. Rank 0 hands every request to the other
+ranks. All ranks give up an experiment together where one finds its patches or its loss at fault;
+any other error that a rank meets ends it, and torchrun then ends the others.
 """
 
 from __future__ import annotations
@@ -112,6 +112,8 @@ def _answer(channel: Channel, replayer: Any, op: str, request: dict[str, Any]) -
             channel.send("bare", seconds=_bare(replayer, int(request["passes"])))
         elif op == "memory":
             channel.send("memory", peak_bytes=_peak_memory(replayer))
+        elif op == "routes":
+            channel.send("routes", layers=_routes(replayer, request))
         channel.send("done")
     except AbandonedError as abandoned:
         channel.send("error", answered=True, **describe_error(abandoned.error))
@@ -145,6 +147,15 @@ def _bare(replayer: Any, passes: int) -> list[float]:
     from replay_lib.engine.step import bare_pass
 
     return [bare_pass(replayer.loaded) for _ in range(passes)]
+
+
+def _routes(replayer: Any, request: dict[str, Any]) -> list[Any]:
+    from pathlib import Path
+
+    from replay_lib.engine.route_signals import measure_routes
+
+    layers = measure_routes(replayer.loaded, Path(request["directory"]))
+    return [json.loads(layer.model_dump_json()) for layer in layers]
 
 
 def _peak_memory(replayer: Any) -> list[int]:

@@ -21,12 +21,18 @@ _NO_HISTORY = "a snapshot holds the median of the earlier norms, not the norms"
 
 
 def analyze(
-    path: str | Path, *, decode: Decode | None = None, tell: Tell = lambda _done, _of: None
+    path: str | Path,
+    *,
+    decode: Decode | None = None,
+    session: bool = False,
+    device: str = "auto",
+    tell: Tell = lambda _done, _of: None,
 ) -> Signals:
-    """The signals of the snapshot or case at ``path``, without a model.
+    """The signals of the snapshot or case at ``path``.
 
     Of a case with a quiet control each sign tells the control's figure too. ``decode`` makes text
-    of token ids. Raises what opening and reading raise, naming file and field.
+    of token ids. ``session`` runs the model on ``device`` as well. Raises what opening, reading and
+    a session raise, naming file and field.
     """
     started = time.monotonic()
     case = Case.open(path)
@@ -34,9 +40,17 @@ def analyze(
     found = collect(snapshot, decode, tell)
     quiet = signs_of(collect(open_snapshot(case.quiet))) if case.quiet else ()
     figures = grad_info(snapshot)
+    modelled = None
+    if session:
+        from replay_lib.analysis.signals.model import route_disagreement, session_signals
+
+        modelled = session_signals(snapshot, device=device)
     absent = {"norm history": _NO_HISTORY} | found.absent | _absent(snapshot, found)
     if figures is None:
         absent["grad_info"] = "no rank saved per-parameter figures"
+    signs = beside(signs_of(found), quiet)
+    if modelled is not None:
+        signs = (*signs, route_disagreement(modelled))
     return Signals(
         snapshot=str(case.snapshot),
         case=case.name if case.file else None,
@@ -46,7 +60,7 @@ def analyze(
         loss_tokens=found.loss_tokens,
         dtypes=found.values.dtypes,
         norms=norms_of(snapshot, case.thresholds.target_ratio.value),
-        signs=beside(signs_of(found), quiet),
+        signs=signs,
         advantages=found.advantages.result(),
         ratios=tuple(r.result() for r in found.ratios.values() if r.known),
         columns=found.values.result(),
@@ -57,6 +71,7 @@ def analyze(
         grad_info=figures,
         outliers=tuple(one for stage in found.outliers.values() for one in stage.found),
         nonfinite=tuple(found.values.bad.values()),
+        session=modelled,
         absent=absent,
         notes=tuple(found.notes),
         seconds=round(time.monotonic() - started, 3),
