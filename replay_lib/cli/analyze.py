@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from replay_lib.analysis.signals.summary import Signals
-from replay_lib.cli.arguments import Device, Json, as_path
-from replay_lib.cli.output import print_json, progress, stderr, stdout
+from replay_lib.cli.arguments import Device, Json, TaskName, as_path
+from replay_lib.cli.keeping import Call, keeping
+from replay_lib.cli.output import print_json, progress, stdout
 from replay_lib.cli.signals_view import print_signals
-from replay_lib.record import ledger
-from replay_lib.record.keeping import keep_command, snapshot_at, task_of
 from replay_lib.run import Step
 
 
 def analyze(
+    context: typer.Context,
     case: Annotated[
         Path,
         typer.Argument(
@@ -44,15 +42,7 @@ def analyze(
         ),
     ] = False,
     device: Device = "auto",
-    task: Annotated[
-        str | None,
-        typer.Option(
-            "--task",
-            metavar="JOB",
-            help="Keep the result in the ledger of this task [default: the job that the "
-            "snapshot's place names].",
-        ),
-    ] = None,
+    task: TaskName = None,
     json: Json = False,
 ) -> None:
     """Tell what a step's data say about its spike: advantages, ratios, lengths, routes, rewards.
@@ -60,21 +50,15 @@ def analyze(
     Signs of trouble come first, each with its figure, the bound and the reason of the bound.
     docs/analyze.md has the meaning of every figure. The ledger keeps the same as --json gives.
     """
-    belongs = task_of(case, task)
-    command = shlex.join(["spike-replay", *sys.argv[1:]])
-    with keep_command(belongs, command, [snapshot_at(case)], []) as kept:
+    with keeping(Call(context, task, case), None) as kept:
         signals = _analyzed(case, tokenizer, session=session, device=device)
         document = signals.model_dump(mode="json", by_alias=True)
-        if belongs is not None:
-            kept_as = {"snapshot": signals.snapshot, "signals": document}
-            ledger.append(belongs, "analyzed", run=kept.run, **kept_as)
-    if json:
-        print_json(document)
-    else:
-        print_signals(signals, stdout())
-    if belongs is None:
-        why = "not kept in a ledger: no job is named by the snapshot's place"
-        stderr().print(f"{why}; name a task with --task JOB", soft_wrap=True)
+        kept.analyzed(signals.snapshot, document)
+        if json:
+            print_json(document)
+        else:
+            print_signals(signals, stdout())
+    raise typer.Exit(kept.status)
 
 
 def _analyzed(case: Path, tokenizer: Path | None, *, session: bool, device: str) -> Signals:

@@ -44,19 +44,19 @@ def command_line(context: typer.Context) -> str:
 
 
 @contextlib.contextmanager
-def keeping(call: Call, methods: Sequence[str]) -> Iterator[Kept]:
-    """Keep a command that replays ``methods`` on one snapshot or case.
+def keeping(call: Call, methods: Sequence[str] | None) -> Iterator[Kept]:
+    """Keep a command that replays ``methods`` on one snapshot or case; None: it replays nothing.
 
-    Without a task nothing is kept, and for a snapshot that is no case's this is told once it was
-    replayed.
+    Without a task nothing is kept, and for a snapshot that is no case's this is told at the end.
     """
     task = task_of(call.path, call.task)
     if task is None:
         yield Kept(None)
         _nag(call.path)
         return
-    with keep_printed(keep_command(task, call.line, [_snapshot(call.path)], planned(methods))) as k:
-        yield k
+    names = [] if methods is None else planned(methods)
+    with keep_printed(keep_command(task, call.line, [_snapshot(call.path)], names)) as kept:
+        yield kept
 
 
 @contextlib.contextmanager

@@ -128,6 +128,10 @@ class Kept:
             if result.as_json() not in there:
                 self.keep(result)
 
+    def analyzed(self, snapshot: str, signals: dict[str, Any]) -> None:
+        """Keep what ``analyze`` found in ``snapshot``: its signals as strict JSON."""
+        self._add("analyzed", {"snapshot": snapshot, "signals": signals})
+
     def failure(self, error: BaseException, experiment: str | None = None, **more: Any) -> None:
         """Keep a failure of ``experiment``, or of the whole command."""
         code, _, message = told(error)
