@@ -99,7 +99,7 @@ def joint_digest(
         for role, directory in sorted(directories.items())
         for file in _files(directory)
     ]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _files(directory: Path) -> list[Path]:

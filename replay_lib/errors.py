@@ -12,6 +12,7 @@
     ├── TrainerError               a trainer cannot be loaded or broke its contract
     ├── CaseError                  a case.yaml is malformed or points nowhere
     ├── EngineError                the worker process failed, died, hung or ran out of memory
+    ├── NodeError                  a GPU node cannot be reached or used, or was lost on the way
     └── UsageError                 a command was called with something it cannot take
 
 Each has a stable ``code`` (used in JSON output) and an ``exit_code`` (used by the command line).
@@ -104,6 +105,13 @@ class EngineError(SpikeReplayError):
     """The worker process failed, died, hung or ran out of memory."""
 
     code = "engine"
+    exit_code = 6
+
+
+class NodeError(SpikeReplayError):
+    """A GPU node cannot be reached or used, or the connection to it was lost."""
+
+    code = "node"
     exit_code = 6
 
 

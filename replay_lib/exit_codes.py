@@ -40,7 +40,10 @@ MEANINGS: dict[ExitCode, str] = {
         "a mitigation is unknown, has wrong parameters or broke its seam, "
         "or a trainer cannot be loaded or broke its contract"
     ),
-    ExitCode.ENGINE: "the worker process failed, died, hung or ran out of memory",
+    ExitCode.ENGINE: (
+        "the worker process failed, died, hung or ran out of memory, or a GPU node cannot be used "
+        "or was lost"
+    ),
     ExitCode.FINDINGS: "doctor found an error in a snapshot",
     ExitCode.INTERNAL: "a fault of this program",
     ExitCode.INTERRUPTED: "interrupted from the keyboard",

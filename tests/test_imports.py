@@ -37,6 +37,7 @@ ROOMS = [
     "quiet replays",
     "run",
     "pin expectations guard sweep",
+    "remote",
     "zoo",
     "demo listing suite",
     "cli pytest_cases pytest_run pytest_task pytest_plugin",

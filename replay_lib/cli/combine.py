@@ -10,13 +10,15 @@ from rich.table import Table
 
 from replay_lib.case import Case
 from replay_lib.cli.output import error_document, print_json, progress, stdout
+from replay_lib.cli.remote import sweep_at
 from replay_lib.cli.views import print_replayed, replayed_document
 from replay_lib.engine.protocol import Experiment
 from replay_lib.errors import UsageError
 from replay_lib.record.keeping import Kept
+from replay_lib.remote.replaying import Remote
 from replay_lib.run import ReplayOptions
 from replay_lib.sweep.report import TITLES, document, front_rows, remarks
-from replay_lib.sweep.sweeping import BUDGET, Swept, sweep
+from replay_lib.sweep.sweeping import BUDGET, Swept
 
 MOST = 2  # methods at once
 
@@ -39,6 +41,7 @@ def combine_methods(
     experiments: Sequence[Experiment],
     options: ReplayOptions,
     *,
+    place: Remote | None,
     budget: int,
     results: Path | None,
     json: bool,
@@ -47,8 +50,8 @@ def combine_methods(
     """Search, show what came of it, and give the exit code."""
     started = time.monotonic()
     with progress() as tell:
-        swept = sweep(
-            case, experiments, options, budget=budget, file=results, tell=tell, keep=kept.keep
+        swept = sweep_at(
+            place, kept, case, experiments, options, budget=budget, file=results, tell=tell
         )
     kept.complete(swept.results)
     if json:

@@ -11,9 +11,9 @@ from replay_lib.case import Case, builtin_cases, discover
 from replay_lib.cli.arguments import Device, Json, Layout, Mitigations, Repeats, TaskName, as_path
 from replay_lib.cli.keeping import Keeps, keeping_cases
 from replay_lib.cli.output import error_document, print_json, progress, stdout
+from replay_lib.cli.remote import RemoteDir, RemotePython, Ssh, guard_at, place_of
 from replay_lib.errors import UsageError
 from replay_lib.guard.guarding import Guarded
-from replay_lib.guard.guarding import guard as run_guard
 from replay_lib.guard.reference import reference_of
 from replay_lib.guard.report import counted, documents, lines, write_reports
 from replay_lib.layout import CASE_FILE
@@ -67,10 +67,14 @@ def guard(
     summary: Annotated[
         Path | None, _file("--summary", "Write a Markdown summary to FILE, for a pull request.")
     ] = None,
+    ssh: Ssh = None,
+    remote_python: RemotePython = None,
+    remote_dir: RemoteDir = None,
     task: TaskName = None,
     json: Json = False,
 ) -> None:
     """Replay CASES with a trainer and with a reference, and tell only what changed."""
+    place = place_of(ssh, remote_python, remote_dir)
     options = ReplayOptions(
         device=device,
         layout=layout,
@@ -86,7 +90,16 @@ def guard(
     asked = [(case, method or list(case.expected)) for case in chosen]
     with keeping_cases(context, task, asked) as kept:
         with reference_of(against, trainer) as reference, progress() as tell:
-            guarded = run_guard(chosen, method or [], options, reference, tell, keep=kept.keep)
+            guarded = guard_at(
+                place,
+                kept.by_case.values(),
+                chosen,
+                method or [],
+                options,
+                reference=reference,
+                tell=tell,
+                keep=kept.keep,
+            )
         if results is not None:
             append_results(results, guarded.results)
         write_reports(guarded, junit_file=junit, json_lines=json_lines, summary=summary)
