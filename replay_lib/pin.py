@@ -187,7 +187,9 @@ def _right_elsewhere(case: Case, result: Result, before: Expected) -> str:
     found = {
         d.environment: entry
         for d in documents
-        if d.case_digest == case.digest() and (entry := d.methods.get(result.experiment))
+        if d.environment.dp_ranks is None
+        and d.case_digest == case.digest()
+        and (entry := d.methods.get(result.experiment))
     }
     if own not in found:
         others = sorted(e.slug for e, entry in found.items() if entry.verdict == stated)

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import pytest
 
 from replay_lib.case import Case
-from replay_lib.engine.layout import AUTO
+from replay_lib.engine.layout import AUTO, read_ranks
 from replay_lib.engine.meeting import part
 from replay_lib.engine.nodes import JOIN_TIMEOUT_S, Nodes
 from replay_lib.errors import SpikeReplayError, UsageError
@@ -86,6 +86,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="AXES",
         default=AUTO,
         help="ranks that replay, as in tp=2 or ep=2,dp=2 [default: auto, one where it is enough]",
+    )
+    group.addoption(
+        "--dp-ranks",
+        metavar="N,N,...",
+        help="replay these recorded data-parallel ranks only, with baselines of their own",
     )
     group.addoption(
         "--nnodes",
@@ -261,6 +266,7 @@ def _options(config: pytest.Config) -> ReplayOptions:
         mitigations=tuple(config.getoption("--mitigations")),
         layout=config.getoption("--layout"),
         nodes=_nodes(config),
+        dp_ranks=read_ranks(config.getoption("--dp-ranks")),
         trainer=config.getoption("--trainer"),
         repeats=config.getoption("--repeats"),
         backend=config.getoption("--backend"),

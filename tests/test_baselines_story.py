@@ -10,6 +10,7 @@ from plugin_suite import Suite, make_suite
 
 ENVIRONMENT = "cpu-float32-torchnone-megatronunknown"
 CHANGED = "fake_engine.NORMS['disable-routing-replay'] = 8.4\nfake_engine.install()"
+CHANGED_NORM = '"norm": 8.4,'
 ORPHAN = '  "no-such-method": {"norm": 3.0, "verdict": "fail", "since": "2025-01-01"},\n'
 
 
@@ -107,3 +108,16 @@ def test_a_document_that_is_none_is_told_by_its_name(suite: Suite) -> None:
     result = suite.run("-k", "reproduction")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines([f"*{document(suite)}: case_digest: found 5 faults, *"])
+
+
+def test_a_part_of_the_ranks_is_compared_with_its_own(suite: Suite) -> None:
+    suite.case("a")
+    suite.run("--update-baselines").assert_outcomes(passed=6)
+    suite.engine(CHANGED)
+    suite.run("--dp-ranks=0", "--update-baselines").assert_outcomes(passed=6)
+    part = document(suite).with_name(f"{ENVIRONMENT}-ranks0-of-2.json")
+    assert CHANGED_NORM in part.read_text() and CHANGED_NORM not in document(suite).read_text()
+    same = suite.run("--dp-ranks=0")  # what all ranks gave, and should give, is another matter
+    same.assert_outcomes(passed=6)
+    same.stdout.no_fnmatch_line("*baseline for*")
+    same.stdout.no_fnmatch_line("*not listed in case.yaml*")

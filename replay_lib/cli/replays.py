@@ -40,6 +40,7 @@ from replay_lib.cli.output import (
 )
 from replay_lib.cli.remote import RemoteDir, RemotePython, Ssh, place_of, replay_at
 from replay_lib.cli.views import print_replayed, replayed_document
+from replay_lib.engine.layout import read_ranks
 from replay_lib.engine.nodes import JOIN_TIMEOUT_S, Nodes
 from replay_lib.engine.protocol import Experiment
 from replay_lib.errors import SpikeReplayError, UsageError
@@ -214,7 +215,7 @@ def _options(
     return ReplayOptions(
         device=device,
         precision=precision,
-        dp_ranks=_numbers(dp_ranks),
+        dp_ranks=read_ranks(dp_ranks),
         layout=layout,
         nodes=nodes,
         rows=rows,
@@ -224,15 +225,6 @@ def _options(
         repeats=repeats,
         backend=backend,
     )
-
-
-def _numbers(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise UsageError(f"--dp-ranks: found {text!r}, expected numbers as in 0,1") from error
 
 
 def _replay(

@@ -96,3 +96,13 @@ def same_as_recorded(layout: Layout, parallel: Parallel) -> bool:
     """Whether the replay's layout is the recorded one (virtual pipeline stages do not count)."""
     recorded: dict[str, Any] = {name: getattr(parallel, name) for name in layout.sizes}
     return recorded == layout.sizes and parallel.etp == 1
+
+
+def read_ranks(text: str | None) -> tuple[int, ...] | None:
+    """Recorded data-parallel ranks as in ``0,1``; None for all. UsageError where it is not that."""
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise UsageError(f"--dp-ranks: found {text!r}, expected numbers as in 0,1") from error

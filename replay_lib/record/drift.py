@@ -9,6 +9,7 @@ baseline that moved would widen the band that it is measured by.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from replay_lib.engine.protocol import Retained
 from replay_lib.noise import device_kind, noise_of
@@ -35,7 +36,11 @@ UNNAMED_CPU = 2.0
 
 def environment_of(result: Result) -> Environment:
     """Where ``result`` was got."""
-    return Environment.of(result.device, result.dtype, result.versions)
+    part = f"{','.join(map(str, result.dp_ranks))} of {result.dp_recorded}"
+    reduced = result.fidelity == "reduced"
+    return Environment.of(
+        result.device, result.dtype, result.versions, dp_ranks=part if reduced else None
+    )
 
 
 def figures_of(result: Result) -> Figures:
@@ -99,12 +104,19 @@ def drift_of(now: Figures, before: Figures, bound: float, why: str) -> tuple[str
 
 
 def compared(result: Result, document: Document | None, case_digest: str) -> Result:
-    """``result`` with what its baseline says; ``case_digest`` is that of the replayed files."""
+    """``result`` with what its baseline says; ``case_digest`` is that of the replayed files.
+
+    A reduced result is held to the verdict that came with its baseline, since what the case expects
+    is of all ranks.
+    """
     environment = environment_of(result).slug
     check = BaselineCheck(environment=environment, state="no document")
     if document is not None:
         check = _check(result, document, case_digest, environment)
-    return result.model_copy(update={"case_digest": case_digest, "baseline": check})
+    told: dict[str, Any] = {"case_digest": case_digest, "baseline": check}
+    if result.fidelity == "reduced" and not result.is_baseline and check.verdict_before:
+        told["expected"] = check.verdict_before
+    return result.model_copy(update=told)
 
 
 def _check(result: Result, document: Document, case_digest: str, environment: str) -> BaselineCheck:

@@ -64,7 +64,11 @@ def read_matrix(cases: Sequence[Case], methods: Mapping[str, Mitigation]) -> Mat
 def _documents(case: Case) -> dict[str, Document]:
     files = files_in(case.file) if case.file else []
     read = (read_document(file) for file in files)
-    return {document.environment.slug: document for document in read if document is not None}
+    return {
+        document.environment.slug: document
+        for document in read
+        if document is not None and document.environment.dp_ranks is None  # else a diagnostic
+    }
 
 
 def verdict_of(case: Case, document: Document, method: str) -> str:

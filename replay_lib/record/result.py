@@ -224,9 +224,14 @@ class Result(Frozen):
 
     @property
     def wanted(self) -> tuple[Verdict, ...]:
-        """The verdicts that are as expected; where a case states none, a mitigation has to pass."""
+        """The verdicts that are as expected; where a case states none, a mitigation has to pass.
+
+        A reduced replay is a diagnostic: without a baseline of its own any verdict is as good.
+        """
         if isinstance(self.expected, tuple):
             return self.expected
+        if self.expected is None and self.fidelity == "reduced" and not self.is_baseline:
+            return (self.verdict,)
         unstated = Verdict.REPRODUCED if self.is_baseline else Verdict.PASS
         return (self.expected or unstated,)
 

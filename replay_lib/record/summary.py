@@ -38,7 +38,7 @@ def _unstated(results: Sequence[Result]) -> list[str]:
         f"{case}: figures left their baselines; if that is meant: pytest --update-baselines"
         for case in _by_case(results, lambda r: bool(r.drift))
     ]
-    unlisted = _by_case(results, lambda r: r.expected is None and not r.is_baseline, ", ")
+    unlisted = _by_case(results, _is_unlisted, ", ")
     lines += [
         f"{case}: not listed in case.yaml, so expected to pass: {names}"
         for case, names in unlisted.items()
@@ -50,6 +50,10 @@ def _unstated(results: Sequence[Result]) -> list[str]:
         if r.baseline and r.baseline.state == "kept" and r.baseline.verdict_before != r.verdict
     ]
     return lines
+
+
+def _is_unlisted(result: Result) -> bool:
+    return result.expected is None and not result.is_baseline and result.fidelity != "reduced"
 
 
 def _without_baseline(results: Sequence[Result]) -> list[str]:

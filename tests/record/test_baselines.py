@@ -77,6 +77,41 @@ def test_the_environment_of_a_gpu_is_its_name_and_the_whole_version() -> None:
     assert cpu == Environment.of("cpu", "float32", {"torch": "2.13.0"})
 
 
+REDUCED = {"fidelity": "reduced", "dp_ranks": (0, 2), "dp_recorded": 4}
+
+
+def test_a_part_of_the_ranks_has_baselines_of_its_own(case: Case) -> None:
+    """And no expectation: case.yaml states what all ranks give."""
+    part = [one("baseline", **REDUCED), one("halve", 9.0, verdict=Verdict.FAIL, **REDUCED)]
+    told = written(case, one("halve", 2.5), *part)
+    assert sorted(file.name for file in told.written) == [
+        FILE.replace(".json", "-ranks0.2-of-4.json"),
+        FILE,
+    ]
+    assert document(case)["methods"].keys() == {"halve"}  # of all ranks, as it was
+    assert case.file is not None
+    file = file_of(case.file, environment_of(part[1]))
+    own, digest = read_document(file), case.digest()
+    assert own is not None and own.methods["halve"].norm == 9.0
+    assert own.environment.told().endswith(", data-parallel ranks 0,2 of 4 alone")
+    assert not part[1].red  # nothing says what it should be
+    assert not any("not listed in case.yaml" in line for line in summary_lines(part))
+    assert not compared(part[1], own, digest).red
+    drifted = compared(one("halve", 9.1, verdict=Verdict.FAIL, **REDUCED), own, digest)
+    assert drifted.red and "its baseline 9 (+0.011" in drifted.explain()
+    better = compared(one("halve", 9.0, verdict=Verdict.PARTIAL, **REDUCED), own, digest)
+    assert (better.comparison, better.told_wanted) == ("better", "fail")
+    worse = compared(one("halve", 9.0, verdict=Verdict.DEGENERATE, **REDUCED), own, digest)
+    assert worse.red == (worse.comparison == "worse")
+    other = one("halve", 2.5, **REDUCED | {"dp_ranks": (1,)})
+    assert environment_of(other) != environment_of(part[1])
+
+
+def test_a_part_of_the_ranks_that_does_not_reproduce_the_step_is_red(case: Case) -> None:
+    off = one("baseline", verdict=Verdict.NOT_REPRODUCED, **REDUCED)
+    assert off.red and written(case, off).written == ()
+
+
 def test_what_is_the_same_up_to_noise_stays_as_it_is(case: Case) -> None:
     written(case, one("halve", 2.5))
     before = document(case)

@@ -14,7 +14,14 @@ from replay_lib.case import Case, builtin_cases, discover
 from replay_lib.cli.commands import app
 from replay_lib.errors import CaseError, UsageError
 from replay_lib.methods import load_methods
-from replay_lib.record.baselines import Document, Entry, file_of, rendered
+from replay_lib.record.baselines import (
+    Document,
+    Entry,
+    file_of,
+    files_in,
+    read_document,
+    rendered,
+)
 from replay_lib.record.environment import Environment
 from replay_lib.record.matrix import (
     END,
@@ -127,6 +134,20 @@ def test_another_environment_is_told_with_its_largest_difference(tmp_path: Path)
     place = "float32 on cpu, torch 2.13.0, Megatron-Core 0.19.2"
     assert rows(summary)[place] == ["6", "0.4"]
     assert rows(changed)[place] == ["two", "clip-advantages", "pass", "fail", "+0.4"]
+
+
+def test_a_part_of_the_ranks_is_no_environment_of_the_matrix(cases: list[Case]) -> None:
+    before = figures(read_matrix(cases, METHODS))
+    for case in cases:
+        assert case.file is not None
+        (file,) = files_in(case.file)
+        whole = read_document(file)
+        assert whole is not None
+        place = whole.environment.model_copy(update={"dp_ranks": "0 of 2"})
+        part = whole.model_copy(update={"environment": place})
+        file.with_name(f"{place.slug}.json").write_text(rendered(part))
+        assert len(files_in(case.file)) == 2
+    assert figures(read_matrix(cases, METHODS)) == before
 
 
 def test_a_figure_that_cannot_be_compared_is_no_small_difference(tmp_path: Path) -> None:
