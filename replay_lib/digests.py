@@ -31,7 +31,7 @@ def digests(root: Path, directories: Iterable[str]) -> dict[str, str]:
     return {
         f"{directory}/{file.relative_to(root / directory).as_posix()}": digest_of(file)
         for directory in directories
-        for file in _files(root / directory)
+        for file in snapshot_files(root / directory)
     }
 
 
@@ -77,7 +77,7 @@ def broken_seals(
         if (found := digest_of(place) if place.is_file() else "no such file") != stated[name]
     ]
     for directory in directories:
-        extra = [file for file in _files(directory) if _place(file) not in listed]
+        extra = [file for file in snapshot_files(directory) if _place(file) not in listed]
         wrong += [BrokenSeal(str(file), "a file", "") for file in extra]
     return wrong
 
@@ -97,12 +97,12 @@ def joint_digest(
     lines = [
         f"{known.get(_place(file)) or digest_of(file)} {role}/{file.relative_to(directory)}"
         for role, directory in sorted(directories.items())
-        for file in _files(directory)
+        for file in snapshot_files(directory)
     ]
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def _files(directory: Path) -> list[Path]:
+def snapshot_files(directory: Path) -> list[Path]:
     """Files of a snapshot; what preserving adds is none, it changes while digests are filled in."""
     added = directory / layout.PRESERVED_MANIFEST
     return sorted(file for file in directory.rglob("*") if file.is_file() and file != added)

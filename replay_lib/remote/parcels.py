@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from replay_lib.case import Case
-from replay_lib.digests import digest_of
+from replay_lib.digests import digest_of, snapshot_files
 from replay_lib.errors import UsageError
 from replay_lib.methods import builtin_dir
 from replay_lib.record.cards import cards_dir
@@ -52,7 +52,10 @@ def library_parcel(scratch: Path) -> Parcel:
 def case_parcel(case: Case) -> Parcel:
     """The snapshots of ``case``, every file: optimizer state lies in the files of the weights."""
     roles = {"snapshot": case.snapshot} | ({} if case.quiet is None else {"quiet": case.quiet})
-    parts = tuple((home, f"{role}/{home.name}", _all_files(home)) for role, home in roles.items())
+    parts = tuple(
+        (home, f"{role}/{home.name}", _relative(home, snapshot_files(home)))
+        for role, home in roles.items()
+    )
     # the names of the directories are no part of the digest, but of the place
     names = "\0".join([case.digest(), *(inside for _, inside, _ in parts)])
     return Parcel(f"cases/{hashlib.sha256(os.fsencode(names)).hexdigest()[:32]}", parts)
@@ -100,7 +103,8 @@ def own_parcel(
     wanted = {name.partition(".")[0] for name in modules}
     wanted |= set(_imported(home / name for home, _, names in methods for name in names))
     path = _places("path", wanted, [Path(entry or Path.cwd()).resolve() for entry in sys.path])
-    theirs = _places("reference", {trainer.partition(".")[0]} if reference else set(), reference)
+    module = trainer.partition(":")[0].partition(".")[0]
+    theirs = _places("reference", {module} if reference else set(), reference)
     parts = [*path, *theirs, *methods]
     parcel = _parcel("own", parts) if parts else None
     if parcel is not None and not parcel.size <= _MOST:
@@ -170,7 +174,7 @@ def _imported(sources: Iterable[Path]) -> Iterator[str]:
 
 def _code_files(home: Path) -> tuple[str, ...]:
     """Code in ``home`` and small files beside it; nothing hidden, nothing compiled by Python."""
-    files = [Path(name) for name in _all_files(home)]
+    files = [file.relative_to(home) for file in sorted(home.rglob("*")) if file.is_file()]
     return tuple(
         file.as_posix()
         for file in files
@@ -179,8 +183,8 @@ def _code_files(home: Path) -> tuple[str, ...]:
     )
 
 
-def _all_files(home: Path) -> tuple[str, ...]:
-    return tuple(sorted(f.relative_to(home).as_posix() for f in home.rglob("*") if f.is_file()))
+def _relative(home: Path, files: Iterable[Path]) -> tuple[str, ...]:
+    return tuple(file.relative_to(home).as_posix() for file in files)
 
 
 def _parcel(above: str, parts: Sequence[Part]) -> Parcel:
