@@ -7,7 +7,7 @@ name, its snapshot, its quiet control and the digests of the files that are writ
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from replay_lib.case_files import seal
 from replay_lib.errors import SnapshotError, UsageError, fault
 from replay_lib.snapshot.model import Snapshot
 from replay_lib.snapshot.opening import open_snapshot
+from replay_lib.unfinished import clear_leftovers
 
 Convert = Callable[[Snapshot, Path], Snapshot]
 Name = Callable[[Snapshot], str]
@@ -26,10 +27,14 @@ Name = Callable[[Snapshot], str]
 
 @dataclass(frozen=True, kw_only=True)
 class Ported:
-    """What was written: the new directory, and each snapshot in it."""
+    """What was written: the new directory, and each snapshot in it.
+
+    ``cleared`` are hidden directories beside it, left by commands that were killed and removed now.
+    """
 
     directory: Path
     snapshots: tuple[Snapshot, ...]
+    cleared: tuple[Path, ...] = ()
 
     @property
     def files(self) -> int:
@@ -68,9 +73,11 @@ def _port(path: Path, out: Path, convert: Convert, inside: Name) -> Ported:
         raise SnapshotError(fault(out, None, "a directory that exists", "a new name"))
     case = Case.open(path)
     case.require()
+    cleared = tuple(clear_leftovers(out.absolute().parent))
     if case.file is None:
-        return Ported(directory=out, snapshots=(convert(open_snapshot(case.snapshot), out),))
-    return _port_case(case, case.file, out, convert, inside)
+        written = (convert(open_snapshot(case.snapshot), out),)
+        return Ported(directory=out, snapshots=written, cleared=cleared)
+    return replace(_port_case(case, case.file, out, convert, inside), cleared=cleared)
 
 
 def _port_case(case: Case, file: Path, out: Path, convert: Convert, inside: Name) -> Ported:

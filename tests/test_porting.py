@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from cli_ran import Ran
+from killed_builders import killed_while_building
 from many_snapshots import Ask, replay_all
 
 from replay_lib.case import Case, discover
@@ -184,3 +185,15 @@ def test_the_commands_tell_what_they_wrote(
     assert other.code == 2 and "found a snapshot in the trainer's own layout" in other.err
     empty = Ran(capsys, "export", PLAIN, "")
     assert empty.code == 2 and "a path: found an empty text" in empty.err
+
+
+def test_what_a_killed_export_left_is_removed_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part = killed_while_building(tmp_path / "portable")
+    ran = Ran(capsys, "export", PLAIN, tmp_path / "portable", "--json")
+    assert ran.document["cleared"] == [str(part)]
+    assert [p.name for p in tmp_path.iterdir()] == ["portable"]
+    again = killed_while_building(tmp_path / "back")
+    ran = Ran(capsys, "import", tmp_path / "portable", tmp_path / "iter_0000085")
+    assert f"removed what killed commands had left: {again.name}" in ran.out

@@ -23,6 +23,7 @@ from replay_lib.cli.pin import pin
 from replay_lib.cli.porting import export, import_
 from replay_lib.cli.preserve import preserve_command
 from replay_lib.cli.replays import replay, sweep
+from replay_lib.cli.release import release_command
 from replay_lib.cli.report import report
 from replay_lib.cli.task import task as task_commands
 from replay_lib.cli.views import methods_table, print_replayed, replayed_document, snapshot_values
@@ -54,6 +55,7 @@ app.command("find")(find_command)
 app.command("preserve")(preserve_command)
 for replaying in (replay, sweep):
     app.command(epilog=METHOD_SYNTAX)(replaying)
+app.command("release")(release_command)
 app.command("export")(export)
 app.command("import")(import_)
 

@@ -50,8 +50,13 @@ def _print(ported: Ported, *, as_json: bool) -> None:
         "portable": all(snapshot.portable for snapshot in ported.snapshots),
         "files": ported.files,
         "bytes": ported.bytes,
+        "cleared": [str(path) for path in ported.cleared],
     }
     if as_json:
         print_json(document)
         return
+    cleared = document.pop("cleared")
     stdout().print(key_value_table(document | {"snapshots": ", ".join(places)}))
+    if cleared:
+        told = ", ".join(path.name for path in ported.cleared)
+        stdout().print(f"removed what killed commands had left: {told}", soft_wrap=True)

@@ -5,5 +5,6 @@ from __future__ import annotations
 
 from replay_lib.preserving.hashing import verify
 from replay_lib.preserving.keeping import Preserved, preserve
+from replay_lib.preserving.releasing import Released, release
 
-__all__ = ["Preserved", "preserve", "verify"]
+__all__ = ["Preserved", "Released", "preserve", "release", "verify"]

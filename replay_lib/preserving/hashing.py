@@ -108,7 +108,8 @@ def _fill_in(preserved: Path, tell: Tell) -> Manifest:
 
 
 def _digests(preserved: Path, names: list[str], manifest: Manifest, tell: Tell) -> dict[str, Kept]:
-    meter = Meter(total=sum(manifest.files[name].size for name in names), tell=tell)
+    sizes = {name: manifest.files[name].size for name in names}
+    meter = Meter(total=sum(sizes.values()), tell=tell)
 
     def read(name: str) -> tuple[str, Kept]:
         try:
@@ -120,7 +121,7 @@ def _digests(preserved: Path, names: list[str], manifest: Manifest, tell: Tell) 
     def told(item: tuple[str, Kept]) -> None:
         tell(meter.done, meter.total, item[0])
 
-    return dict(in_threads(read, names, told, meter))
+    return dict(in_threads(read, sizes, told, meter))
 
 
 def _read(preserved: Path, name: str, kept: Kept, meter: Meter) -> Kept:

@@ -17,7 +17,7 @@ import errno
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +29,7 @@ from uuid import uuid4
 from replay_lib.errors import SnapshotError, fault
 from replay_lib.preserving.source import SourceFile, rotated_away
 from replay_lib.snapshot.preserved import Kept
+from replay_lib.unfinished import flush
 
 #: From this size on a file is linked, whatever it is. A batch of 512 rows x 16k tokens is 0.5 GiB
 #: a rank at most, and mostly some MiB: under it all of a rank's small files are copied in a second.
@@ -49,7 +50,8 @@ _REFUSED = frozenset(
     ]
 )
 _VANISHED = frozenset([errno.ENOENT, errno.ESTALE, errno.ENOTDIR])
-THREADS = 8  # a link or a small copy waits for the disk or the network, not for a core
+THREADS = 16  # a link or a small copy waits for the disk or the network, not for a core
+GROUP_FILES, GROUP_BYTES = 64, 16 << 20  # what one thread takes at a time
 BLOCK = 4 << 20
 TOLD_EVERY_SECONDS = 0.5  # while one large file is copied
 
@@ -109,6 +111,8 @@ def place_files(
         for name in linked:
             del others[name]
         copied = _copy_all(files, others, part, taken, tell)
+    # after all are written: the first flush takes most of the others' data along
+    in_threads(lambda name: flush(part / name), dict.fromkeys(copied, 0), lambda _: None)
     return {name: copied.get(name) or _kept_link(files[name]) for name in files}
 
 
@@ -143,7 +147,8 @@ def _link_all(files: Mapping[str, SourceFile], part: Path, taken: set[str]) -> s
         if item[1]:
             taken.add(item[0])
 
-    return {name for name, is_linked in in_threads(link, files, linked) if not is_linked}
+    nothing = dict.fromkeys(files, 0)
+    return {name for name, is_linked in in_threads(link, nothing, linked) if not is_linked}
 
 
 def _copy_all(
@@ -155,7 +160,7 @@ def _copy_all(
 ) -> dict[str, Kept]:
     """Copies of ``origins``, the smallest first: they are what cannot be had again."""
     meter = Meter(total=sum(files[name].size for name in origins), tell=tell)
-    names = sorted(origins, key=lambda name: (files[name].size, name))
+    sizes = {name: files[name].size for name in sorted(origins, key=lambda n: (files[n].size, n))}
 
     def copy(name: str) -> tuple[str, Kept]:
         return name, _copy(origins[name], files[name], part / name, meter)
@@ -164,11 +169,11 @@ def _copy_all(
         taken.add(item[0])
         meter.tell(meter.done, meter.total, item[0])
 
-    return dict(in_threads(copy, names, placed, meter))
+    return dict(in_threads(copy, sizes, placed, meter))
 
 
 def _copy(origin: Path, stated: SourceFile, target: Path, meter: Meter) -> Kept:
-    """One file under its own inode, with the source's time and mode, flushed; and its sha256."""
+    """One file under its own inode, with the source's time and mode; and its sha256."""
     temporary = target.with_name(f".{uuid4().hex}")
     digest = hashlib.sha256()
     with origin.open("rb") as read, temporary.open("xb") as write:
@@ -180,7 +185,6 @@ def _copy(origin: Path, stated: SourceFile, target: Path, meter: Meter) -> Kept:
         write.flush()
         os.fchmod(write.fileno(), os.fstat(read.fileno()).st_mode & 0o777)
         os.utime(write.fileno(), ns=(stated.mtime_ns, stated.mtime_ns))
-        os.fsync(write.fileno())
         written = os.fstat(write.fileno())
     temporary.replace(target)
     return Kept(
@@ -205,26 +209,48 @@ def _check_same(path: Path, stated: SourceFile, found: os.stat_result) -> None:
         )
 
 
+def groups_of(sizes: Mapping[str, int]) -> list[list[str]]:
+    """Names in their order, in groups for one thread: 64 files or 16 MiB, whichever is first.
+
+    A thread per file would cost more than the file, where it is small or only linked.
+    """
+    groups: list[list[str]] = [[]]
+    held = 0
+    for name, size in sizes.items():
+        if len(groups[-1]) >= GROUP_FILES or held >= GROUP_BYTES:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += size
+    return groups
+
+
 def in_threads(
     work: Callable[[str], _T],
-    names: Collection[str],
+    sizes: Mapping[str, int],
     done: Callable[[_T], None],
     meter: Meter | None = None,
 ) -> list[_T]:
     """``work`` on every name, some at a time; ``done`` is called here with each result.
 
-    The first error ends the rest and is raised, and so is whatever interrupts this thread.
+    ``sizes`` are the bytes that each is good for. The first error ends the rest and is raised, and
+    so is whatever interrupts this thread.
     """
     results: list[_T] = []
-    ended: SimpleQueue[Future[_T]] = SimpleQueue()
+    groups = groups_of(sizes)
+    ended: SimpleQueue[Future[list[_T]]] = SimpleQueue()
+
+    def all_of(names: list[str]) -> list[_T]:
+        return [work(name) for name in names]
+
     with ThreadPoolExecutor(THREADS) as pool:
         try:
-            for name in names:
-                pool.submit(work, name).add_done_callback(ended.put)
-            while len(results) < len(names):
-                result = _next(ended, meter).result()
-                results.append(result)
-                done(result)
+            for group in groups:
+                pool.submit(all_of, group).add_done_callback(ended.put)
+            for _ in groups:
+                for result in _next(ended, meter).result():
+                    results.append(result)
+                    done(result)
         except BaseException:
             if meter is not None:
                 meter.stop = True

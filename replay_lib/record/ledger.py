@@ -7,7 +7,8 @@ by the next writer.
 =============== ================================================================================
 kind            data
 =============== ================================================================================
-``found``       ``target``, ``output_directories``, ``snapshots``: what ``find`` saw
+``found``       ``target``, ``output_directories``, ``snapshots``, ``spikes_in_logs``: what ``find``
+                saw
 ``preserved``   ``snapshot`` (the source), ``preserved`` (the copy), ``files``, ``bytes``, ``how``
 ``released``    ``preserved``
 ``started``     ``command``, ``snapshot`` (the first one), ``snapshots``, ``planned`` (names of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 from cli_ran import Ran
+from killed_builders import killed_while_building
 from output_trees import content, make_output, make_snapshot
 
 from replay_lib.analysis import examine_case
@@ -22,6 +24,7 @@ from replay_lib.errors import IncompleteSnapshotError, SnapshotError, UsageError
 from replay_lib.porting import export_case
 from replay_lib.preserving import Preserved, placing, preserve, verify
 from replay_lib.preserving import keeping as keeping_module
+from replay_lib.preserving.hashing import fill, locked
 from replay_lib.record import ledger
 from replay_lib.record.task import Task
 from replay_lib.snapshot import open_snapshot, temporary_replay_directory
@@ -368,3 +371,39 @@ def test_the_command_without_a_task_says_so(
     named = Ran(capsys, "preserve", source, "--no-hash", "--task", "job-b", "--json")
     assert named.document["task"] == "job-b"
     assert [e.kind for e in ledger.read(Task("job-b"))] == ["preserved"]
+
+
+def test_the_background_fills_in_what_is_not_known(source: Path) -> None:
+    done = preserve(source, background=True)
+    assert done.hashing is not None
+    _, status = os.waitpid(done.hashing, 0)
+    assert status == 0
+    manifest = check_preserved(done.path)
+    assert manifest is not None
+    assert manifest.hashed == len(manifest.files)
+    assert preserve(source, background=True).hashing is None
+    for name, kept in manifest.files.items():
+        assert kept.sha256 == hashlib.sha256((source / name).read_bytes()).hexdigest()
+
+
+def test_only_one_process_fills_in(source: Path) -> None:
+    kept = preserve(source).path
+    with locked(kept, "sha256", seconds=0):
+        assert fill(kept) is None
+    (source / "__0_0.distcp").touch()
+    filled = fill(kept)  # one that changed is left out: whoever opens it is told
+    assert filled is not None
+    assert filled.files["__0_0.distcp"].sha256 is None
+    assert filled.hashed == len(filled.files) - 1
+
+
+def test_what_killed_commands_left_is_told_and_removed(
+    source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(source.parents[3])
+    root_of(source).mkdir()
+    part = killed_while_building(root_of(source) / "iter_0000080")
+    assert f"left by a killed command: {part.name}" in Ran(capsys, "find", source).out
+    ran = Ran(capsys, "preserve", source, "--no-hash")
+    assert f"removed what a killed command had left: {part.name}" in ran.out
+    assert visible(root_of(source)) == ["iter_0000085"]

@@ -1,0 +1,190 @@
+"""``release``: delete a preserved snapshot once nobody needs it any more."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from replay_lib import layout
+from replay_lib.errors import SnapshotError, UsageError, fault
+from replay_lib.preserving.hashing import LOCKS, locked
+from replay_lib.preserving.references import referring
+from replay_lib.record import ledger
+from replay_lib.record.ledger import Event
+from replay_lib.record.task import Task
+from replay_lib.snapshot.preserved import Manifest, read_manifest
+from replay_lib.unfinished import clear_leftovers, remove_whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Released:
+    """What was deleted: its ``files`` and their ``bytes``, of which ``freed`` had no other name.
+
+    ``before``: it was gone when the command began (killed at the last step, or deleted by hand).
+    """
+
+    path: Path
+    tasks: tuple[str, ...]
+    files: int = 0
+    bytes: int = 0
+    freed: int = 0
+    before: bool = False
+    cleared: tuple[Path, ...] = ()
+
+
+def release(
+    preserved: str | Path,
+    *,
+    task: str | None = None,
+    cases: Sequence[Path] = (),
+    root: Path = Path(),
+) -> Released:
+    """Delete the preserved snapshot and append ``released`` to the ledgers of its tasks.
+
+    UsageError with every reason at once where a task of it (``task``, the one in its manifest, and
+    each below ``root`` that preserved it) is not finished, has no report or is at work, or where a
+    case below one of ``cases`` refers to it. SnapshotError where ``preserved`` was not made by
+    ``preserve``. It is renamed first: a kill leaves it preserved or gone.
+    """
+    place = Path(preserved).absolute()
+    cleared = tuple(clear_leftovers(place.parent))
+    if not place.exists():
+        return _gone_before(place, task, root, cleared)
+    manifest = _own(place)
+    tasks = _tasks(place, manifest, task, root)
+    reasons = [*_unfinished(place, tasks), *referring(place, cases)]
+    if reasons:
+        told = "".join(f"\n  {reason}" for reason in reasons)
+        raise UsageError(f"{place}: it is not released, for {len(reasons)} reasons:{told}")
+    freed = _freed(place, manifest)
+    with locked(place):
+        try:
+            remove_whole(place)
+        except OSError as error:
+            found = f"a directory that cannot be deleted ({error.strerror or error})"
+            raise UsageError(fault(place, None, found, "one of your own")) from error
+    _clear_locks(place)
+    _tell_ledgers(place, tasks)
+    return Released(
+        path=place,
+        tasks=tuple(one.job for one in tasks),
+        files=len(manifest.files),
+        bytes=manifest.bytes,
+        freed=freed,
+        cleared=cleared,
+    )
+
+
+def _own(place: Path) -> Manifest:
+    """The manifest; SnapshotError where the directory is not one that ``preserve`` made there."""
+    manifest = None if place.is_symlink() else read_manifest(place)
+    if manifest is None or not layout.is_preserved_root(place.parent):
+        found = "a directory that preserve did not make"
+    elif place.stat().st_ino != manifest.inode:
+        found = "a copy of a preserved snapshot, made by other means"
+    else:
+        return manifest
+    expected = f"one in {layout.PRESERVED_ROOT}/ with its {layout.PRESERVED_MANIFEST}"
+    then = "Nothing else is deleted by this command"
+    raise SnapshotError(fault(place, None, found, expected, f"{then}."))
+
+
+def _tasks(place: Path, manifest: Manifest | None, named: str | None, root: Path) -> list[Task]:
+    jobs = [named, manifest.task if manifest else None]
+    known = [Task(job, root) for job in jobs if job is not None]
+    known += [one for one in ledger.tasks(root) if _preserved_at(ledger.read(one), place) >= 0]
+    return list(dict.fromkeys(known))
+
+
+def _preserved_at(events: Sequence[Event], place: Path) -> int:
+    """Number of the last event that preserved ``place``; -1 where none did."""
+    numbers = [n for n, e in enumerate(events) if e.kind == "preserved" and _is_of(e, place)]
+    return numbers[-1] if numbers else -1
+
+
+def _is_of(event: Event, place: Path) -> bool:
+    return event.data.get("preserved") == str(place)
+
+
+def _unfinished(place: Path, tasks: Sequence[Task]) -> Iterator[str]:
+    if not tasks:
+        yield "no task is known that it belongs to: name it with --task JOB"
+    for task in tasks:
+        events = ledger.read(task)
+        since = events[_preserved_at(events, place) + 1 :]
+        if not any(event.kind == "finished" for event in since):
+            yield f"the task {task.job} is not finished ({task.ledger})"
+        reports = [event for event in since if event.kind == "reported"]
+        if not reports:
+            yield f"the report of task {task.job} is not written: spike-replay report {task.job}"
+        elif not _is_there(reports[-1], task):
+            yield f"the report of task {task.job} is gone: spike-replay report {task.job}"
+        for run in _at_work(events):
+            yield f"a command of task {task.job} is at work (process {run.pid})"
+
+
+def _is_there(reported: Event, task: Task) -> bool:
+    told = (reported.data.get(name) for name in ("report", "page"))
+    paths = [Path(path) for path in told if isinstance(path, str)]
+    return bool(paths) and all((task.root / path).is_file() or path.is_file() for path in paths)
+
+
+def _at_work(events: Sequence[Event]) -> list[Event]:
+    """Runs that began here, did not end, and whose process lives."""
+    ended = {event.run for event in events if event.kind == "ended"}
+    begun = [e for e in events if e.kind == "started" and e.run not in ended]
+    return [e for e in begun if e.host == socket.gethostname() and _lives(e)]
+
+
+def _lives(started: Event) -> bool:
+    """Whether the process is that one: numbers are given again, to processes that began later."""
+    with suppress(psutil.Error):
+        return psutil.Process(started.pid).create_time() <= started.at.timestamp() + 1
+    return False
+
+
+def _freed(place: Path, manifest: Manifest) -> int:
+    """Bytes of files that have no other name: the rest stays where it is linked."""
+    size = 0
+    for name in manifest.files:
+        with suppress(OSError):
+            stat = (place / name).stat()
+            size += stat.st_size if stat.st_nlink == 1 else 0
+    return size
+
+
+def _clear_locks(place: Path) -> None:
+    """Nothing is left of it; a root that holds nothing else goes too."""
+    locks = place.parent / LOCKS
+    with suppress(OSError):
+        for lock in locks.glob(f"{place.name}.*"):
+            lock.unlink()
+        locks.rmdir()
+        place.parent.rmdir()
+
+
+def _gone_before(place: Path, named: str | None, root: Path, cleared: tuple[Path, ...]) -> Released:
+    """A release that was killed before it came to the ledger is told there now."""
+    waiting = []
+    for task in _tasks(place, None, named, root):
+        events = ledger.read(task)
+        since = events[_preserved_at(events, place) :]
+        if since and not any(e.kind == "released" and _is_of(e, place) for e in since):
+            waiting.append(task)
+    if not waiting:
+        expected = "a preserved snapshot"
+        raise UsageError(fault(place, None, "no such directory", expected))
+    _tell_ledgers(place, waiting)
+    names = tuple(task.job for task in waiting)
+    return Released(path=place, tasks=names, before=True, cleared=cleared)
+
+
+def _tell_ledgers(place: Path, tasks: Sequence[Task]) -> None:
+    run = ledger.new_run()
+    for task in tasks:
+        ledger.append(task, "released", run=run, preserved=str(place))
