@@ -22,8 +22,8 @@ from replay_lib.cli.output import key_value_table, print_json, progress, stdout
 from replay_lib.cli.pin import pin
 from replay_lib.cli.porting import export, import_
 from replay_lib.cli.preserve import preserve_command
-from replay_lib.cli.replays import replay, sweep
 from replay_lib.cli.release import release_command
+from replay_lib.cli.replays import replay, sweep
 from replay_lib.cli.report import report
 from replay_lib.cli.task import task as task_commands
 from replay_lib.cli.views import methods_table, print_replayed, replayed_document, snapshot_values

@@ -15,6 +15,7 @@ from replay_lib.errors import SnapshotError, UsageError, fault
 from replay_lib.preserving.hashing import LOCKS, locked
 from replay_lib.preserving.references import referring
 from replay_lib.record import ledger
+from replay_lib.record.history import history_of
 from replay_lib.record.ledger import Event
 from replay_lib.record.task import Task
 from replay_lib.snapshot.preserved import Manifest, read_manifest
@@ -117,8 +118,8 @@ def _unfinished(place: Path, tasks: Sequence[Task]) -> Iterator[str]:
     for task in tasks:
         events = ledger.read(task)
         since = events[_preserved_at(events, place) + 1 :]
-        if not any(event.kind == "finished" for event in since):
-            yield f"the task {task.job} is not finished ({task.ledger})"
+        if history_of(events).finished is None:  # or something was begun after that
+            yield f"the task {task.job} is not finished: spike-replay task finish {task.job}"
         reports = [event for event in since if event.kind == "reported"]
         if not reports:
             yield f"the report of task {task.job} is not written: spike-replay report {task.job}"
