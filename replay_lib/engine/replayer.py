@@ -150,6 +150,23 @@ def _job(replayer: Replayer, number: int, experiment: Experiment, report: Report
     )
 
 
+def replay_beside(
+    replayer: Replayer,
+    experiment: Experiment,
+    others: Sequence[Experiment],
+    progress: Progress = lambda _share: None,
+) -> Iterator[Outcome]:
+    """Outcomes of ``others`` whose cosines are to the gradient of ``experiment``.
+
+    That gradient, with stored old log-probabilities, is kept until the last outcome was taken.
+    """
+    _replay_references(replayer, ())
+    variant = new_variant(replayer.loaded, patched_for(replayer, experiment), alone=True)
+    (replayed,) = run_variants(replayer.loaded, [variant])
+    kept = Unpatched(variant.buffers.views, replayed.measured.norm)
+    yield from replay(replace(replayer, unpatched=kept, fresh=None), others, progress)
+
+
 def patched_for(replayer: Replayer, experiment: Experiment) -> Patched:
     """The inputs of ``experiment`` after its patches."""
     return _jobs(replayer, [experiment])[0].patched

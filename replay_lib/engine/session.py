@@ -161,12 +161,32 @@ class ReplaySession:
         Experiments that change only the loss share one forward pass. An experiment that cannot
         be replayed raises its error here; the session stays usable.
         """
+        yield from self._outcomes(experiments, progress, {})
+
+    def run_beside(
+        self,
+        experiment: Experiment,
+        others: Sequence[Experiment],
+        progress: Callable[[float], None] = lambda _share: None,
+    ) -> Iterator[Outcome]:
+        """As ``run_many(others)``, but their cosines are to the gradient of ``experiment``.
+
+        ``experiment`` is replayed first, with the stored old log-probabilities.
+        """
+        beside = {"beside": experiment.model_dump(mode="json")}
+        yield from self._outcomes(others, progress, beside)
+
+    def _outcomes(
+        self,
+        experiments: Sequence[Experiment],
+        progress: Callable[[float], None],
+        more: dict[str, Any],
+    ) -> Iterator[Outcome]:
         self._take_turn()
         answered = False
+        asked = [e.model_dump(mode="json") for e in experiments]
         try:
-            self._worker.send(
-                {"op": "run", "experiments": [e.model_dump(mode="json") for e in experiments]}
-            )
+            self._worker.send({"op": "run", "experiments": asked, **more})
             while not answered:
                 reply = self._worker.receive(self._silence)
                 if reply["event"] == "progress":

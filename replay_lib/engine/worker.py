@@ -125,14 +125,19 @@ def _answer(channel: Channel, replayer: Any, op: str, request: dict[str, Any]) -
 
 def _run(channel: Channel, replayer: Any, request: dict[str, Any]) -> None:
     from replay_lib.engine.protocol import Experiment
-    from replay_lib.engine.replayer import replay
+    from replay_lib.engine.replayer import replay, replay_beside
 
     experiments = [Experiment.model_validate(e) for e in request["experiments"]]
 
     def progress(share: float) -> None:
         channel.send("progress", share=share)
 
-    for outcome in replay(replayer, experiments, progress):
+    if "beside" in request:
+        beside = Experiment.model_validate(request["beside"])
+        outcomes = replay_beside(replayer, beside, experiments, progress)
+    else:
+        outcomes = replay(replayer, experiments, progress)
+    for outcome in outcomes:
         channel.send("outcome", outcome=json.loads(outcome.model_dump_json()))
 
 

@@ -154,7 +154,7 @@ def facts_of(job: str, ledger: Path, events: Sequence[Event]) -> Facts:
         preserved=_texts(kinds.get("preserved", ()), "preserved"),
         released=_texts(kinds.get("released", ()), "preserved"),
         found=_listed(kinds.get("found", ()), "snapshots"),
-        warnings=_listed(kinds.get("found", ()), "warnings"),
+        warnings=_listed(kinds.get("found", ()), "spikes_in_logs"),
         attempts=tuple(attempts),
         failures=tuple(sorted(failures, key=lambda one: one.at)),
         signals=signals,

@@ -31,10 +31,10 @@ class Point:
 def history_of(facts: Facts) -> list[Point]:
     """Every step whose norm is known, in order; where several say something, the replay's word."""
     points: dict[int, Point] = {}
+    for warned in facts.warnings:
+        _add(points, warned.get("step"), _read(warned.get("norm")))
     for seen in facts.found:
         _add(points, seen.get("step"), seen.get("grad_norm_preclip"), seen.get("grad_norm_median"))
-    for warned in facts.warnings:
-        _add(points, warned.get("step"), warned.get("norm"), warned.get("median"))
     if facts.signals is not None:
         norms = facts.signals.norms
         for step, norm in norms.history:
@@ -53,6 +53,14 @@ def _add(points: dict[int, Point], step: object, norm: object, *known: object) -
     height = _positive(norm)
     if isinstance(step, int) and height is not None:
         points[step] = Point(step, height, *map(_positive, known))
+
+
+def _read(norm: object) -> float | None:
+    """A number as a log has it."""
+    try:
+        return float(str(norm))
+    except ValueError:
+        return None
 
 
 def _positive(value: object) -> float | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from replay_lib.record.layer_norms import by_layer
+from replay_lib.record.layer_norms import by_layer, group_of
 from replay_lib.record.result import Result
 from replay_lib.record.table import COLUMNS, NOT_FULL
 from replay_lib.report.facts import Attempt, Facts, step_of, tally
@@ -243,8 +243,8 @@ def _named(layers: Mapping[str, float]) -> dict[str, float]:
 
 
 def _group(name: str) -> str:
-    last = name.rpartition(".")[2].rpartition(" ")[2]
-    return f"layers.{int(last)}.all" if last.isdigit() else name.replace("_", " ")
+    last = name.removeprefix("layer ")
+    return f"layers.{int(last)}.all" if last.isdigit() else group_of(name)
 
 
 def layer_table(rows: Sequence[tuple[str, Mapping[str, float]]], caption: str) -> Table:

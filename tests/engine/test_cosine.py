@@ -120,3 +120,28 @@ def test_the_engine_tells_what_its_whole_gradients_give(
     assert baseline.cosine is None
     assert routed.cosine_carried not in (None, routed.cosine)
     assert nothing.grad_norm_preclip == 0.0 and nothing.cosine is None
+
+
+@pytest.mark.xdist_group("engine-plain")
+def test_beside_another_experiment_the_cosine_is_to_that_one(
+    plain: ReplaySession, tmp_path: Path
+) -> None:
+    def gradient(experiment: Experiment) -> torch.Tensor:
+        plain.save_gradients(experiment, tmp_path / "one.pt")
+        saved = torch.load(tmp_path / "one.pt", weights_only=True)
+        return torch.cat([saved[key].flatten() for key in sorted(saved)]).double()
+
+    names = ["balance-negative-advantages", "clip-advantages", "disable-routing-replay"]
+    first, *others = (Experiment.parse(name) for name in names)
+    (plainly,) = plain.run_many([others[0]])
+    asked = [first, *others, Experiment.parse("seam_examples:keeps_nothing")]
+    itself, *beside, nothing = plain.run_beside(first, asked)
+    own = gradient(first)
+    for outcome in beside:
+        expected = float(cosine_similarity(gradient(outcome.experiment), own, dim=0))
+        assert outcome.cosine == pytest.approx(expected, rel=1e-12)
+    assert itself.cosine == pytest.approx(1.0, abs=1e-12) and nothing.cosine is None
+    # norms are what they always are, and the next cosine is to the unpatched gradient again
+    (again,) = plain.run_many([others[0]])
+    assert beside[0].grad_norm_preclip == plainly.grad_norm_preclip
+    assert again.cosine == plainly.cosine != beside[0].cosine

@@ -94,7 +94,7 @@ def rank_advantages(dp_rank: int | None, positive: float, negative: float) -> Ra
 def make_signals(**changes: Any) -> Signals:
     """Two ranks, one ratio with three outliers, one sign of trouble, figures of parameters."""
     layers = {"embedding": 2.1, "layer 0": 4.0, "layer 1": 3.2, "layer 2": 1.1, "layer 3": 0.6}
-    layers["output_layer"] = 1.5
+    layers |= {"final_layernorm": 0.1, "output_layer": 1.5}
     ranks = tuple(
         RankParameters(
             rank=r,

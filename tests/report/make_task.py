@@ -66,7 +66,15 @@ def full_task(root: Path) -> Task:
     """Found, preserved, analyzed, replayed twice, with failures, a killed command and notes."""
     task = Task(JOB, root)
     found = [seen(41, 1.9), seen(63, 5.7), seen(85, 8.44)]
-    ledger.append(task, "found", target=JOB, output_directories=[OUTPUT], snapshots=found)
+    logged = [{"step": 70, "norm": "4.75", "fate": "rotated away"}, {"step": 71, "norm": "nan"}]
+    ledger.append(
+        task,
+        "found",
+        target=JOB,
+        output_directories=[OUTPUT],
+        snapshots=found,
+        spikes_in_logs=logged,
+    )
     how = {"files": 15, "bytes": 10**9, "how": "hardlinks"}
     ledger.append(task, "preserved", snapshot=SNAPSHOT, preserved=COPY, **how)
     signals = make_signals().model_dump(mode="json", by_alias=True)
