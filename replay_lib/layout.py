@@ -31,6 +31,8 @@ CHECKPOINTS = "checkpoints"  # in a role's output directory; the roots of snapsh
 TASKS = Path("agent-task/spike-replay")
 OUTPUT = Path("tmp/spike-replay")  # what commands print, one directory a task, one below it a run
 
+CARDS = "spike-mitigation-methods"  # one card a method
+
 CASE_FILE = "case.yaml"
 RESULTS = "results.jsonl"
 BASELINES = "baselines"  # beside it: figures of earlier replays, one file an environment

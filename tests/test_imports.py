@@ -36,7 +36,7 @@ ROOMS = [
     "finding preserving",
     "quiet replays",
     "run",
-    "pin expectations guard sweep",
+    "pin expectations guard sweep method_cards",
     "remote",
     "zoo",
     "demo listing suite",

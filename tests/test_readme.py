@@ -35,7 +35,7 @@ def test_the_exit_codes_are_those_of_the_program():
 
 def test_every_command_and_option_it_names_exists():
     known = get_command(commands.app).commands
-    named = set(re.findall(r"spike-replay (\w+)", README))
+    named = set(re.findall(r"spike-replay (\w[\w-]*)", README))
     assert named | {"demo"} == set(known)  # the demonstration is told as make demo
     nested = [c for group in known.values() for c in getattr(group, "commands", {}).values()]
     options = {o for command in [*known.values(), *nested] for p in command.params for o in p.opts}

@@ -22,6 +22,7 @@ from replay_lib.cli.output import key_value_table, print_json, progress, stdout
 from replay_lib.cli.pin import pin
 from replay_lib.cli.porting import export, import_
 from replay_lib.cli.preserve import preserve_command
+from replay_lib.cli.record_method import record_method_command
 from replay_lib.cli.release import release_command
 from replay_lib.cli.replays import replay, sweep
 from replay_lib.cli.report import report
@@ -56,6 +57,7 @@ app.command("preserve")(preserve_command)
 for replaying in (replay, sweep):
     app.command(epilog=METHOD_SYNTAX)(replaying)
 app.command("release")(release_command)
+app.command("record-method")(record_method_command)
 app.command("export")(export)
 app.command("import")(import_)
 

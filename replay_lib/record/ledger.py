@@ -21,7 +21,7 @@ kind            data
 ``analyzed``    ``snapshot``, ``signals``: the summary of ``analyze``
 ``observation`` ``text``
 ``next_step``   ``text``
-``recorded``    ``method``, ``card``, ``status``
+``recorded``    ``method``, ``card``, ``status``, ``experiment``, ``rationale``
 ``reported``    ``page``, ``report`` (paths), ``sha256`` of the page
 ``finished``    ``text``: nothing more is to be done
 =============== ================================================================================
