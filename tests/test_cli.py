@@ -17,7 +17,9 @@ from cli_ran import Ran
 from replay_lib import errors, run
 from replay_lib.exit_codes import MEANINGS, ExitCode
 from replay_lib.methods import load_methods
+from replay_lib.record import ledger
 from replay_lib.record.results_file import read_results
+from replay_lib.record.task import Task
 from replay_lib.run import RECORDED_METHODS
 
 CASE = Path(__file__).parents[1] / "spike_cases" / "axrl-plain-step85"
@@ -334,12 +336,15 @@ def test_an_internal_fault_is_still_one_document(
     )
 
 
-def test_the_real_thing_twice_bit_for_bit() -> None:
+def test_the_real_thing_twice_bit_for_bit(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "replay_lib.cli", "replay", str(SNAPSHOT), "--json"]
+    command += ["--task", "job"]
     root = Path(__file__).parents[1]
     env = os.environ | {"PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": ""}
     runs = [
-        json.loads(subprocess.run(command, env=env, check=True, capture_output=True).stdout)
+        json.loads(
+            subprocess.run(command, env=env, check=True, capture_output=True, cwd=tmp_path).stdout
+        )
         for _ in range(2)
     ]
     (first,), (second,) = (one["results"] for one in runs)
@@ -348,3 +353,6 @@ def test_the_real_thing_twice_bit_for_bit() -> None:
     assert (first["deterministic"], first["verdict"]) == (True, "reproduced")
     assert first["digest"] == second["digest"]
     assert first["grad_norm_preclip"] == second["grad_norm_preclip"]
+    events = ledger.read(Task("job", tmp_path))
+    assert [e.data["result"] for e in events if e.kind == "result"] == [first, second]
+    assert Task("job", tmp_path).file.read_text().count("| reproduced ") >= 2

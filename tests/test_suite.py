@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,9 @@ import pytest
 
 from replay_lib import devices, run
 from replay_lib.case import Case
-from replay_lib.errors import CaseError, EngineError, SnapshotError
+from replay_lib.errors import BatchError, CaseError, EngineError, SnapshotError
+from replay_lib.record.refusal import Refusal
+from replay_lib.record.result import Result
 from replay_lib.run import ReplayOptions
 from replay_lib.suite import Sessions, caseless_lines
 
@@ -69,6 +72,51 @@ def test_a_worker_that_died_is_replaced_for_the_next_method(sessions, monkeypatc
         sessions.replay("disable-routing-replay", "baseline", "cpu")
     assert sessions.replay("baseline", "baseline", "cpu").verdict == "reproduced"
     assert len(seen) == 2
+
+
+def kept_by(case: Case, labels: Sequence[str] = ()) -> tuple[Sessions, list[tuple[str, str]]]:
+    """Sessions, and what they keep: an experiment, and its verdict or its error."""
+    kept: list[tuple[str, str]] = []
+
+    def keep(one: Result | Refusal) -> None:
+        told = one.error.code if isinstance(one, Refusal) else str(one.verdict)
+        kept.append((one.experiment, told))
+
+    return Sessions(case, ReplayOptions(), labels, keep), kept
+
+
+def test_every_result_is_kept_once_and_the_baseline_too(monkeypatch):
+    opened(monkeypatch, fake_engine.FakeEngine)
+    sessions, kept = kept_by(Case.from_snapshot(PLAIN), METHODS)
+    for _ in range(2):
+        sessions.replay(METHODS[0], "baseline", "cpu")
+    assert kept == [(METHODS[0], "partial"), (METHODS[1], "fail"), ("baseline", "reproduced")]
+
+
+def test_a_refused_method_and_a_worker_that_died_are_kept(monkeypatch, tmp_path):
+    opened(monkeypatch, fake_engine.FakeEngine)
+    monkeypatch.setenv(fake_engine.LOG, str(tmp_path / "refuse.log"))
+    sessions, kept = kept_by(Case.from_snapshot(PLAIN))
+    with pytest.raises(BatchError):
+        sessions.replay(fake_engine.REFUSED, "baseline", "cpu")
+    opened(monkeypatch, DyingEngine)
+    sessions, later = kept_by(Case.from_snapshot(PLAIN))
+    with pytest.raises(EngineError):
+        sessions.replay("disable-routing-replay", "baseline", "cpu")
+    assert kept == [(fake_engine.REFUSED, "batch")]
+    assert later == [("disable-routing-replay", "engine")]
+
+
+def test_a_case_that_cannot_be_opened_is_kept_once(monkeypatch):
+    def dead(*_):
+        raise SnapshotError("no such thing")
+
+    opened(monkeypatch, dead)
+    sessions, kept = kept_by(Case.from_snapshot(PLAIN))
+    for name in METHODS:
+        with pytest.raises(SnapshotError):
+            sessions.replay(name, "baseline", "cpu")
+    assert kept == [("baseline", "snapshot")]
 
 
 METHODS = ("balance-negative-advantages", "disable-routing-replay")

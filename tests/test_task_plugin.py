@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import fake_engine
 import pytest
-from plugin_suite import ALL_AS_EXPECTED, SNAPSHOT, Suite, make_suite
+from plugin_suite import SNAPSHOT, Suite, make_suite
 
+from replay_lib import run
+from replay_lib.case import Case
+from replay_lib.errors import UsageError
+from replay_lib.expected import Expected
+from replay_lib.pytest_task import check_task, keep_case
 from replay_lib.record import ledger
 from replay_lib.record.results_file import read_results
 from replay_lib.record.task import Task
-from replay_lib.run import RECORDED_METHODS
+from replay_lib.rule import Verdict
+from replay_lib.run import RECORDED_METHODS, ReplayOptions
+from replay_lib.suite import Sessions
+
+PARTIAL = Expected.one(Verdict.PARTIAL)
 
 
 @pytest.fixture
@@ -31,7 +43,7 @@ def test_each_case_is_kept_in_its_own_task(suite: Suite) -> None:
     for name in ("first", "second", "third"):
         suite.case(name)
     preserve(suite, "first", "job-1")
-    preserve(suite, "second", "job-1")
+    preserve(suite, "second", "job-1")  # the third one belongs nowhere
     suite.run("-n", "2").assert_outcomes(passed=3 * 6)
     assert [task.job for task in ledger.tasks(suite.pytester.path)] == ["job-1"]
     task = Task("job-1", suite.pytester.path)
@@ -51,46 +63,50 @@ def test_each_case_is_kept_in_its_own_task(suite: Suite) -> None:
     assert "disable-routing-replay" in task.file.read_text()
 
 
-def test_a_named_task_takes_all_and_keeps_failures(suite: Suite) -> None:
-    suite.case("first", ALL_AS_EXPECTED.replace("fail", "pass"))
-    suite.run("--spike-task", "mine", "-k", "disable or reproduction").assert_outcomes(
-        passed=1, failed=1
-    )
-    events = ledger.read(Task("mine", suite.pytester.path))
-    assert [e.kind for e in events] == ["started", "result", "result", "ended"]
-    assert events[-1].data["exit_code"] == 1
+def session_of(task: str) -> Any:
+    arguments = SimpleNamespace(args=["tests", "-k", "a b"])
+    config = SimpleNamespace(getoption=lambda _: task, invocation_params=arguments)
+    return SimpleNamespace(config=config, exitstatus=pytest.ExitCode.OK)
 
 
-def test_a_refused_method_and_a_worker_that_does_not_start_are_failures(
-    suite: Suite, monkeypatch: pytest.MonkeyPatch
+def test_a_named_task_takes_every_case_and_tells_of_red_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    suite.case("first")
-    monkeypatch.setenv("FAKE_ENGINE_LOG", str(suite.pytester.path / "refuse.log"))
-    suite.run("--spike-task", "mine", "-k", "loss-tokens or balance").assert_outcomes(
-        passed=1, failed=1
-    )
-    task = Task("mine", suite.pytester.path)
-    (failure,) = [e.data for e in ledger.read(task) if e.kind == "failure"]
-    assert failure["experiment"] == "first / replay-r3-on-loss-tokens-only"
-    assert failure["code"] == "batch"
-    suite.engine(
-        "from replay_lib import run\nfrom replay_lib.errors import EngineError\n"
-        "def dead(*_):\n    raise EngineError('the worker died')\nrun.open_engine = dead"
-    )
-    suite.run("--spike-task", "mine", "-k", "mitigation").assert_outcomes(failed=5)
-    failures = [e.data for e in ledger.read(task) if e.kind == "failure"][1:]
-    assert [(f["experiment"], f["code"]) for f in failures] == [("first / baseline", "engine")]
-    assert "the worker died" in task.file.read_text()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "open_engine", fake_engine.FakeEngine)
+    for method, code in (("disable-routing-replay", 1), ("balance-negative-advantages", 0)):
+        case = Case.from_snapshot(SNAPSHOT)
+        case = case.model_copy(update={"expected": {"balance-negative-advantages": PARTIAL}})
+        with keep_case(session_of("mine"), case, [method]) as keep:
+            sessions = Sessions(case, ReplayOptions(), [method], keep)
+            sessions.replay(method, "baseline", "cpu")
+        *_, ended = ledger.read(Task("mine"))
+        assert ended.data["exit_code"] == code
+    assert len({event.run for event in ledger.read(Task("mine"))}) == 2
 
 
-def test_what_could_be_no_task_is_told_at_once(suite: Suite) -> None:
-    suite.case("first")
-    ran = suite.run("--spike-task", "a/b")
-    assert ran.ret == pytest.ExitCode.USAGE_ERROR
-    ran.stderr.fnmatch_lines(["*expected a job's name*"])
+def test_an_interrupted_run_is_kept_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    session = session_of("mine")
+    with keep_case(session, Case.from_snapshot(SNAPSHOT), ["a"]):
+        session.exitstatus = pytest.ExitCode.INTERRUPTED
+    started, failure, ended = ledger.read(Task("mine"))
+    assert started.data["command"] == "pytest tests -k 'a b'"
+    assert (failure.data["code"], ended.data["exit_code"]) == ("interrupted", 130)
 
 
-def test_without_a_task_nothing_is_written(suite: Suite) -> None:
-    suite.case("first", snapshot=SNAPSHOT)
-    suite.run("-k", "reproduction").assert_outcomes(passed=1)
-    assert not (Path(suite.pytester.path) / "agent-task").exists()
+def test_what_could_be_no_task_is_refused() -> None:
+    with pytest.raises(UsageError, match="expected a job's name"):
+        check_task(session_of("a/b").config)
+
+
+def test_a_ledger_that_cannot_be_written_fails_the_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent-task").write_text("a file where a directory should be")
+    with (
+        pytest.raises(pytest.fail.Exception, match="expected a ledger that can be written"),
+        keep_case(session_of("mine"), Case.from_snapshot(SNAPSHOT), []),
+    ):
+        raise AssertionError("nothing begins")

@@ -105,7 +105,8 @@ class History:
 
 
 def history_of(events: Sequence[Event]) -> History:
-    """What ``events``, oldest first, come to; what an event lacks is left out."""
+    """What ``events`` come to, in the order of their time; what an event lacks is left out."""
+    events = sorted(events, key=lambda event: event.at)  # ledgers of two people may be merged
     commands = _commands(events)
     return History(
         commands=tuple(commands),

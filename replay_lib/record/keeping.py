@@ -122,7 +122,11 @@ class Kept:
         """Keep those of ``results`` that the ledger has not got: an earlier run had them."""
         if self.task is None:
             return
-        events = ledger.read(self.task)
+        try:
+            events = ledger.read(self.task)
+        except SpikeReplayError as error:
+            self.lost = self.lost or error
+            return
         there = [event.data.get("result") for event in events if event.kind == "result"]
         for result in results:
             if result.as_json() not in there:
@@ -141,7 +145,7 @@ class Kept:
         """The first event; raises UsageError where the ledger cannot be written at all."""
         if self.task is None:
             return
-        self.output = self.task.output()
+        self.output = _new_output(self.task)
         ledger.append(
             self.task,
             "started",
@@ -204,13 +208,23 @@ class Kept:
             return
         try:
             while self._waiting:
-                first, content = self._waiting[0]
-                ledger.append(self.task, first, run=self.run, **content)
+                self._append(self.task, *self._waiting[0])
                 self._waiting.pop(0)
         except SpikeReplayError as error:
             self.lost = error
         else:
             self.lost = None
+
+    def _append(self, task: Task, kind: str, data: dict[str, Any]) -> None:
+        try:
+            ledger.append(task, kind, run=self.run, **data)
+        except SpikeReplayError:
+            raise
+        except BaseException:  # an interrupt may come when the line is written: not a second time
+            mine = [e for e in ledger.read(task) if e.run == self.run and e.kind == kind]
+            if any(event.data == json.loads(json.dumps(data)) for event in mine):
+                self._waiting.pop(0)
+            raise
 
     def _write_results(self) -> None:
         if self.output is None or not self._unwritten:
@@ -245,6 +259,14 @@ def keep_command(
         raise
     finally:
         kept.ended(time.monotonic() - began)
+
+
+def _new_output(task: Task) -> Path:
+    try:
+        return task.output()
+    except OSError as error:
+        where, found = error.filename or task.job, repr(error.strerror or str(error))
+        raise UsageError(fault(where, None, found, "a directory for a command's output")) from error
 
 
 def _trace(error: BaseException, code: str) -> str:

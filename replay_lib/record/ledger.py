@@ -43,7 +43,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from filelock import FileLock, Timeout
-from pydantic import Field, ValidationError
+from pydantic import AwareDatetime, Field, ValidationError
 
 from replay_lib import layout
 from replay_lib.engine.protocol import Frozen
@@ -57,7 +57,7 @@ class Event(Frozen):
     """One line. ``at`` is UTC with a time zone, ``run`` joins the events of one command."""
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
-    at: datetime
+    at: AwareDatetime
     host: str
     pid: int
     run: str

@@ -59,11 +59,11 @@ def replay_command(task: Task, history: History) -> str | None:
         for command in reversed(done):
             if command.split()[:2] == ["spike-replay", name]:
                 return command
-    places = [str(event.data.get("preserved")) for event in history.active]
-    places += [place for one in history.commands for place in one.snapshots]
+    places = [place for one in history.commands for place in one.snapshots]
+    places += [str(event.data.get("preserved")) for event in history.active]
     if not places:
         return None
-    return shlex.join(["spike-replay", "replay", places[0], "--task", task.job])
+    return shlex.join(["spike-replay", "replay", places[-1], "--task", task.job])
 
 
 def state_of(history: History) -> str:

@@ -146,6 +146,42 @@ def test_without_a_task_nothing_is_written(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_interrupt_while_a_line_is_written_writes_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = Task(JOB, tmp_path)
+
+    def interrupt(_: int) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), keep_command(task, "replay", [], []) as kept:
+        monkeypatch.setattr(ledger.os, "fsync", interrupt)
+        kept.keep(FIRST)
+    assert kinds(task) == ["started", "result", "failure", "ended"]
+
+
+def test_no_room_for_the_output_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "tmp").write_text("a file where a directory should be")
+    with (
+        pytest.raises(UsageError, match="expected a directory for a command's output"),
+        keep_command(Task(JOB, tmp_path), "replay", [], []),
+    ):
+        raise AssertionError("nothing begins")
+
+
+def test_a_ledger_that_cannot_be_read_is_told_at_the_end(tmp_path: Path) -> None:
+    task = Task(JOB, tmp_path)
+    task.ledger.parent.mkdir(parents=True)
+    task.ledger.write_text("<<<<<<< HEAD\n")
+    with keep_command(task, "replay", [], []) as kept:
+        kept.complete([FIRST])
+        kept.keep(FIRST)
+    assert "line 1" in str(kept.lost) and kept.status == UsageError.exit_code
+    kept_kinds = [json.loads(line)["kind"] for line in task.ledger.read_text().splitlines()[1:]]
+    assert kept_kinds == ["started", "result", "ended"], "nothing is lost"
+
+
 def test_what_a_full_disk_refused_is_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
