@@ -23,6 +23,8 @@ DCP_METADATA = ".metadata"
 COMMON = "common.pt"
 TRAIN_STATE = "train_state.pt"
 
+IMPORTED = "imported.json"  # of another trainer's dump: what was taken, what is missing
+
 PRESERVED_MANIFEST = "preserved.json"  # beside a preserved snapshot's files: what was copied
 
 CHECKPOINTS = "checkpoints"  # in a role's output directory; the roots of snapshots lie in it

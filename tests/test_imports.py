@@ -25,7 +25,7 @@ ROOMS = [
     "backend",
     "detect noise rule",
     "expected",
-    "recording",
+    "recording importing",
     "recorder",
     "verdict",
     "case",

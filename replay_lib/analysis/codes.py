@@ -51,6 +51,11 @@ CODES: dict[str, Code] = {
         "the trainer's metadata stands in metadata.json, over Megatron's own",
         "It is read; give Megatron its own file back before Megatron itself loads the directory.",
     ),
+    "imported": Code(
+        _N,
+        "the snapshot was made from another trainer's debug dump and cannot be replayed",
+        "Look at it with show and analyze; to replay a step, record it with SpikeRecorder.",
+    ),
     "case-unsealed": Code(
         _E,
         "a file of a sealed case is not the one that was sealed, is missing, or is not listed",

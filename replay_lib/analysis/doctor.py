@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from replay_lib.analysis.routes import RouterShape
     from replay_lib.batch import RankBatch
     from replay_lib.loss import GrpoSettings
+    from replay_lib.snapshot.imported import Imported
 
 #: A recorded ratio is one division in double precision.
 RATIO_TOLERANCE = 1e-9
@@ -136,7 +137,10 @@ def _metadata(chart: _Chart) -> None:
     snapshot = chart.snapshot
     source = layout.MEGATRON_METADATA if snapshot.legacy else layout.AXRL_METADATA
     source = layout.PORTABLE_FACTS if snapshot.portable else source
-    chart.add(_norms(snapshot, source), source)
+    if snapshot.imported is None:
+        chart.add(_norms(snapshot, source), source)
+    else:
+        chart.findings.append(_imported(snapshot.imported))
     if snapshot.portable:  # every file is listed, and read by what follows
         return
     chart.add(extra_files(snapshot.path, snapshot.parallel), source)
@@ -146,6 +150,11 @@ def _metadata(chart: _Chart) -> None:
         others = (layout.COMMON, layout.TRAIN_STATE)
         if name in others or (ranked is not None and ranked[0] == "grad_info"):
             chart.add(check_file(snapshot.path, name), name)
+
+
+def _imported(imported: Imported) -> Finding:
+    lost = ", ".join(imported.missing)
+    return finding("imported", layout.IMPORTED, f"a {imported.format} dump, without {lost}")
 
 
 def _norms(snapshot: Snapshot, source: str) -> Iterator[Finding]:
@@ -180,6 +189,8 @@ def _settings(chart: _Chart) -> None:
     from replay_lib.snapshot.write import read_worker_config
 
     snapshot = chart.snapshot
+    if snapshot.imported is not None:  # it has none, which is told already
+        return
     unknown: tuple[str, ...] = ()
     raw: Mapping[str, Any] = {}
     try:
@@ -205,6 +216,8 @@ def _weights(chart: _Chart) -> None:
     from replay_lib.snapshot.checkpoint import stored_table
 
     path = chart.snapshot.path
+    if chart.snapshot.imported is not None:
+        return
     try:
         chart.vocab = embedding_rows(path)
         chart.tally("parameters", len(stored_table(path)))
@@ -228,7 +241,9 @@ def _batches(chart: _Chart) -> None:
             continue
         _batch(chart, batch)
     chart.add(_repeated(chart), layout.batch_file(0))
-    if chart.rows and not chart.moves:
+    imported = chart.snapshot.imported
+    filled = imported is not None and "advantage" in imported.missing  # with zeros
+    if chart.rows and not chart.moves and not filled:
         found = "advantage is zero at every loss token of every rank"
         chart.findings.append(finding("advantage-zero", layout.batch_file(0), found))
 
@@ -251,7 +266,10 @@ def _batch(chart: _Chart, batch: RankBatch) -> None:
     chart.tally("rows", batch.rows)
     chart.tally("tokens", sum(lengths))
     chart.tally("loss_tokens", int(batch.loss_mask.sum()))
-    chart.add(check_columns(batch, files.batch, chart.settings, chart.vocab), files.batch, at)
+    columns = check_columns(batch, files.batch, chart.settings, chart.vocab)
+    if chart.snapshot.imported is not None:  # what a dump does not hold is told already
+        columns = (one for one in columns if one.code != "column-absent")
+    chart.add(columns, files.batch, at)
     replayed = chart.snapshot.worker.enable_routing_replay
     chart.add(check_trees(batch, files.batch, replayed=replayed), files.batch, at)
     if (shape := _router_shape(chart)) is not None:

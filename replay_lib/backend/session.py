@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from replay_lib.backend.missing import missing_for_backend
+from replay_lib.engine.early import refuse_imported
 from replay_lib.engine.session import ReplaySession
 from replay_lib.errors import EngineError, UsageError
 from replay_lib.snapshot.opening import open_snapshot
@@ -25,6 +26,7 @@ def open_axrl(
     Raises EngineError with all that is missing here, before anything is started, and UsageError
     for the device cpu and for a portable snapshot.
     """
+    refuse_imported(snapshot)
     lacking = missing_for_backend(snapshot)
     if lacking:
         lines = "".join(f"\n  - {line}" for line in lacking)

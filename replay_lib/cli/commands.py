@@ -15,6 +15,7 @@ from replay_lib.cli.arguments import as_path as _path
 from replay_lib.cli.doctor import doctor
 from replay_lib.cli.find import find_command
 from replay_lib.cli.guard import guard
+from replay_lib.cli.import_dump import import_dump
 from replay_lib.cli.join import join
 from replay_lib.cli.matrix import matrix
 from replay_lib.cli.merge import merge
@@ -60,6 +61,7 @@ app.command("release")(release_command)
 app.command("record-method")(record_method_command)
 app.command("export")(export)
 app.command("import")(import_)
+app.command("import-dump")(import_dump)
 
 
 @app.command()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from replay_lib.engine.machine import has_cuda
 from replay_lib.errors import UsageError, fault
+from replay_lib.snapshot.imported import not_to_replay
 from replay_lib.snapshot.opening import open_snapshot
 from replay_lib.snapshot.reader import reader_of
 from replay_lib.trainers.findable import check_findable
@@ -25,9 +26,17 @@ def check_before_start(snapshot: Path | str, *, device: str, rows: str, trainer:
     the trainer as of :func:`check_findable`; those of opening the snapshot pass.
     """
     check_findable(trainer)
+    refuse_imported(Path(snapshot))
     found = resolve_device(device)
     check_rows(Path(snapshot), rows)
     return found
+
+
+def refuse_imported(snapshot: Path) -> None:
+    """SnapshotError where ``snapshot`` was made from another trainer's dump: it has no weights."""
+    opened = open_snapshot(snapshot)
+    if opened.imported is not None:
+        raise not_to_replay(opened.path, opened.imported)
 
 
 def resolve_device(device: str) -> str:

@@ -12,6 +12,7 @@ from replay_lib import layout
 from replay_lib.errors import SnapshotError, UnsupportedModelError, fault
 from replay_lib.snapshot.columns import checked_columns
 from replay_lib.snapshot.documents import NO_TRAINER, missing, read_json, read_text
+from replay_lib.snapshot.imported import absent_from
 from replay_lib.snapshot.model import Snapshot
 from replay_lib.snapshot.pickles import file_names, load_untrusted
 from replay_lib.snapshot.reader import StoredBatch
@@ -64,6 +65,8 @@ def stored_payload(snapshot: Snapshot, dp_rank: int) -> list[Tensor] | None:
 def trainer_config(snapshot: Snapshot) -> dict[str, Any]:
     """The saved GrpoTrainerConfig as nested plain dictionaries."""
     path = snapshot.trainer_file
+    if snapshot.imported is not None:
+        raise absent_from(path, snapshot.imported, "loss settings")
     if snapshot.legacy and not path.is_file():
         raise missing(path, _TRAINER_IS, NO_TRAINER)
     trainer = load_untrusted(path, trainer_table(), _TRAINER_IS)
@@ -100,6 +103,8 @@ def grad_info_ranks(snapshot: Snapshot) -> list[int]:
 
 def run_config(snapshot: Snapshot) -> str:
     """Text of Megatron-Bridge's ``run_config.yaml``."""
+    if snapshot.imported is not None:
+        raise absent_from(snapshot.run_config_file, snapshot.imported, "architecture")
     return read_text(snapshot.run_config_file, "a mapping with the model's fields under 'model'")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from replay_lib import layout
+from replay_lib.snapshot.imported import Imported
 
 
 class _Saved(BaseModel):
@@ -191,6 +192,7 @@ class Snapshot:
     dp_rank_files: tuple[RankFiles, ...]
     sizes: dict[str, int]  # bytes by file name
     portable: bool = False  # in this library's own layout, not in the trainer's
+    imported: Imported | None = None  # from another trainer's dump: no weights, no settings
 
     @property
     def trainer_file(self) -> Path:

@@ -14,6 +14,7 @@ from typing import Any
 from replay_lib import layout
 from replay_lib.errors import IncompleteSnapshotError, SnapshotError, fault
 from replay_lib.snapshot.documents import COPY_AGAIN, file_sizes, missing, read_json
+from replay_lib.snapshot.imported import read_imported
 from replay_lib.snapshot.model import (
     Parallel,
     RankFiles,
@@ -52,7 +53,9 @@ def open_snapshot(path: str | Path) -> Snapshot:
     worker = validated(WorkerConfig, worker_from, raw, raw_source)
     spike = raw.get("spike_debug") or {}
     parallel = parallel_from(raw, raw_source)
-    _check_shared_files(directory, legacy)
+    imported = read_imported(directory)
+    if imported is None:
+        _check_shared_files(directory, legacy)
     count = integer(metadata, "routing_payload_count_rank0", source)
     return Snapshot(
         path=directory,
@@ -68,6 +71,7 @@ def open_snapshot(path: str | Path) -> Snapshot:
         worker=worker,
         dp_rank_files=_rank_files(directory, parallel, count),
         sizes=file_sizes(directory),
+        imported=imported,
     )
 
 

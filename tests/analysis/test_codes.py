@@ -181,6 +181,7 @@ FILES: dict[str, Callable[[Path], object]] = {
     "rank-file-extra": lambda d: (d / "batch_rank2.pt").write_bytes(b""),
     "rank-copies-differ": tensor_parallel,
     "metadata-legacy": mutate_files.legacy_metadata,
+    "imported": lambda d: (d / "imported.json").write_text('{"format": "f", "source": "s"}'),
     "ratio-differs": lambda d: mutate_files.bare_words(d, spike_ratio_actual=3.0),
     "batch-broken": lambda d: mutate_files.add_to_batch(
         d / "batch_rank0.pt", advantage=torch.zeros(1, 4).long()

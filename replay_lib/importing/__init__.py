@@ -1,0 +1,1 @@
+"""Debug dumps of other trainers (slime, verl) as snapshots that can be looked at."""
