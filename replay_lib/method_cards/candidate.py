@@ -50,7 +50,8 @@ def choose(facts: Facts, method: str, experiment: str | None) -> Candidate:
 
     UsageError where the ledger has no such result, or several sets of parameters and none is named.
     """
-    own = [a for a in facts.attempts if [c.slug for c in a.result.mitigations] == [method]]
+    tried = [a for a in facts.attempts if not a.under]  # else another trainer's, or revision's
+    own = [a for a in tried if [c.slug for c in a.result.mitigations] == [method]]
     names = list(dict.fromkeys(a.result.experiment for a in own))
     if experiment is None and len(names) > 1:
         raise UsageError(

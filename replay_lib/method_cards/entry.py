@@ -12,10 +12,10 @@ from replay_lib.method_cards.beside import Beside
 from replay_lib.method_cards.candidate import Candidate
 from replay_lib.patch import Mitigation
 from replay_lib.record.cards import BLOCK_END, BLOCK_START, SECTIONS, Declared, patch_block
+from replay_lib.record.markdown import plain as escaped
 from replay_lib.record.result import Result
 from replay_lib.record.table import COLUMNS
 from replay_lib.report.facts import Facts, step_of
-from replay_lib.report.text import escaped
 from replay_lib.rule import Status
 
 NEAREST = 3  # recorded methods named on a card, those with the most similar gradients

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from replay_lib import layout
 from replay_lib.analysis.signals.summary import Signals
+from replay_lib.record.history import Command, History, Said, history_of
 from replay_lib.record.ledger import Event
 from replay_lib.record.result import Result
 from replay_lib.record.standing import latest
@@ -21,20 +22,24 @@ from replay_lib.rule import Verdict
 
 @dataclass(frozen=True)
 class Attempt:
-    """One experiment that gave a result; ``snapshot`` and ``command`` are those of its run."""
+    """One experiment that gave a result; ``snapshot`` and ``command`` are those of its run.
+
+    ``under`` names one of two trainers where a command ran both (empty: there was one).
+    """
 
     at: datetime
     host: str
     result: Result
     snapshot: str
     command: str
+    under: str = ""
 
     @property
     def name(self) -> str:
-        """As it was asked for, with what it was compared with."""
-        against = self.result.against
-        told = self.result.experiment
-        return told if against == "baseline" else f"{told} against {against}"
+        """As it was asked for, with what it was compared with and under which trainer."""
+        against = "" if self.result.against == "baseline" else f" against {self.result.against}"
+        under = f" (under {self.under})" if self.under else ""
+        return f"{self.result.experiment}{against}{under}"
 
 
 @dataclass(frozen=True)
@@ -47,14 +52,6 @@ class Failure:
     code: str
     message: str
     command: str
-
-
-@dataclass(frozen=True)
-class Note:
-    """Something written down by a person or a command."""
-
-    at: datetime
-    text: str
 
 
 @dataclass(frozen=True)
@@ -90,16 +87,19 @@ class Facts:
     failures: tuple[Failure, ...]
     signals: Signals | None
     signals_fault: str | None
-    observations: tuple[Note, ...]
-    next_steps: tuple[Note, ...]
+    observations: tuple[Said, ...]
+    next_steps: tuple[Said, ...]
     methods: tuple[Method, ...]
     commands: tuple[str, ...]
-    finished: Note | None
+    finished: Said | None
 
     @property
     def results(self) -> list[Result]:
-        """The last result of each experiment on each case, device and dtype."""
-        return latest([attempt.result for attempt in self.attempts])
+        """The last result of each experiment on each case, device and dtype.
+
+        Where a command ran two trainers, its results are beside the matter.
+        """
+        return latest([attempt.result for attempt in self.attempts if not attempt.under])
 
     @property
     def baselines(self) -> list[Result]:
@@ -124,9 +124,10 @@ class Facts:
 
     def last_results(self) -> list[Result]:
         """Those of the selected snapshot's case alone, as the last result has it."""
-        if not self.attempts:
+        own = [attempt for attempt in self.attempts if not attempt.under]
+        if not own:
             return []
-        last = self.attempts[-1].result
+        last = own[-1].result
         same = (last.case, last.device, last.dtype)
         return [r for r in self.results if (r.case, r.device, r.dtype) == same]
 
@@ -138,36 +139,68 @@ _NOT_TOLD = ("reported",)
 def facts_of(job: str, ledger: Path, events: Sequence[Event]) -> Facts:
     """The facts in ``events``; what a newer version wrote and this one cannot read is a failure."""
     told = tuple(event for event in events if event.kind not in _NOT_TOLD)
-    starts = {e.run: e for e in told if e.kind == "started"}
-    attempts, unreadable = _attempts(told, starts)
-    signals, signals_fault = _signals(told)
-    kinds = _by_kind(told)
-    failures = [*unreadable, *(_failure(e, starts) for e in kinds.get("failure", ()))]
-    failures += _lost(told, starts, attempts)
+    history = history_of(told)
+    hosts = {event.run: event.host for event in told}
+    signals, signals_fault = _signals(history)
+    preserved = [e for e in told if e.kind == "preserved"]
+    found = [e for e in told if e.kind == "found"]
     return Facts(
         job=job,
         ledger=ledger,
         events=told,
-        outputs=_outputs(kinds.get("found", ())),
+        outputs=history.output_directories,
         snapshots=_snapshots(told),
-        sources=_texts(kinds.get("preserved", ()), "snapshot"),
-        preserved=_texts(kinds.get("preserved", ()), "preserved"),
-        released=_texts(kinds.get("released", ()), "preserved"),
-        found=_listed(kinds.get("found", ()), "snapshots"),
-        warnings=_listed(kinds.get("found", ()), "spikes_in_logs"),
-        attempts=tuple(attempts),
-        failures=tuple(sorted(failures, key=lambda one: one.at)),
+        sources=_texts(preserved, "snapshot"),
+        preserved=_texts(preserved, "preserved"),
+        released=_texts([e for e in told if e.kind == "released"], "preserved"),
+        found=_listed(found, "snapshots"),
+        warnings=_listed(found, "spikes_in_logs"),
+        attempts=tuple(_attempts(history, hosts)),
+        failures=tuple(_failures(history, hosts)),
         signals=signals,
         signals_fault=signals_fault,
-        observations=_notes(kinds.get("observation", ())),
-        next_steps=_notes(kinds.get("next_step", ())),
+        observations=history.observations,
+        next_steps=history.next_steps,
         methods=tuple(
             Method(e.at, *(str(e.data.get(k, "")) for k in ("method", "card", "status")))
-            for e in kinds.get("recorded", ())
+            for e in history.recorded
         ),
-        commands=tuple(dict.fromkeys(_command(e) for e in starts.values())),
-        finished=next(iter(_notes(kinds.get("finished", ())[-1:])), None),
+        commands=tuple(dict.fromkeys(one.command for one in history.commands if one.command)),
+        finished=history.finished,
     )
+
+
+def _attempts(history: History, hosts: Mapping[str, str]) -> Iterable[Attempt]:
+    commands = {one.run: one for one in history.commands}
+    for one in history.attempts:
+        if one.result is not None:
+            command = commands.get(one.run)
+            snapshot = _snapshot_of(command, one.result.case)
+            told = "" if command is None else command.command
+            yield Attempt(one.at, hosts[one.run], one.result, snapshot, told, one.under)
+
+
+def _snapshot_of(command: Command | None, case: str) -> str:
+    """Of a command on several cases, the one whose path names the case; empty: none does."""
+    snapshots = () if command is None else command.snapshots
+    own = [path for path in snapshots if case in Path(path).parts]
+    chosen = snapshots if len(snapshots) == 1 else own
+    return chosen[0] if len(chosen) == 1 else ""
+
+
+def _failures(history: History, hosts: Mapping[str, str]) -> list[Failure]:
+    """Refused, failed and unreadable ones, and what commands without an end still had to do."""
+    commands = {one.run: one for one in history.commands}
+    told = []
+    for one in history.failures:
+        command = commands.get(one.run)
+        lost = command is not None and one.experiment is None and one.code == command.state
+        what = ", ".join(command.missing) if command is not None and lost else ""
+        case = f"{one.case} / " if one.case else ""
+        what = what or (f"{case}{one.experiment}" if one.experiment else "the whole command")
+        text = "" if command is None else command.command
+        told.append(Failure(one.at, hosts[one.run], what, one.code, one.message, text))
+    return told
 
 
 def tally(results: Iterable[Result]) -> list[tuple[Verdict, int]]:
@@ -176,98 +209,15 @@ def tally(results: Iterable[Result]) -> list[tuple[Verdict, int]]:
     return sorted(counts.items(), key=lambda pair: pair[0].rank)
 
 
-def _by_kind(events: Iterable[Event]) -> dict[str, list[Event]]:
-    kinds: dict[str, list[Event]] = {}
-    for event in events:
-        kinds.setdefault(event.kind, []).append(event)
-    return kinds
-
-
-def _attempts(
-    events: Iterable[Event], starts: Mapping[str, Event]
-) -> tuple[list[Attempt], list[Failure]]:
-    read, unreadable = [], []
-    for event in events:
-        if event.kind != "result":
-            continue
-        start = starts.get(event.run)
-        try:
-            result = _result(event.data.get("result"))
-        except (ValidationError, AttributeError) as error:
-            told = str(error).splitlines()[0]
-            what = "a result that this version cannot read"
-            unreadable.append(_failed(event, start, what, "unreadable", told))
-            continue
-        snapshot = "" if start is None else str(start.data.get("snapshot", ""))
-        read.append(Attempt(event.at, event.host, result, snapshot, _command(start)))
-    return read, unreadable
-
-
-def _result(document: Any) -> Result:
-    """Keys that this version does not know, and those derived from others, are passed over."""
-    return Result.model_validate({k: v for k, v in document.items() if k in Result.model_fields})
-
-
-def _signals(events: Iterable[Event]) -> tuple[Signals | None, str | None]:
+def _signals(history: History) -> tuple[Signals | None, str | None]:
+    """The last summary that can be read; None and why where the last one cannot."""
     found, wrong = None, None
-    for event in events:
-        if event.kind == "analyzed":
-            try:
-                found, wrong = Signals.model_validate(event.data.get("signals")), None
-            except ValidationError as error:
-                wrong = str(error).splitlines()[0]
+    for event in history.analyzed:
+        try:
+            found, wrong = Signals.model_validate(event.data.get("signals")), None
+        except ValidationError as error:
+            wrong = str(error).splitlines()[0]
     return found, wrong
-
-
-def _failure(event: Event, starts: Mapping[str, Event]) -> Failure:
-    what = event.data.get("experiment")
-    told = [str(event.data.get(key, "")) for key in ("code", "message")]
-    return _failed(event, starts.get(event.run), str(what or "the whole command"), *told)
-
-
-def _failed(event: Event, start: Event | None, what: str, code: str, message: str) -> Failure:
-    return Failure(event.at, event.host, what, code, message, _command(start))
-
-
-def _lost(
-    events: Sequence[Event], starts: Mapping[str, Event], attempts: Sequence[Attempt]
-) -> list[Failure]:
-    """Runs that began and never ended, with those of their experiments that gave nothing."""
-    ended = {e.run for e in events if e.kind == "ended"}
-    lost = []
-    for run, start in starts.items():
-        if run in ended:
-            continue
-        own = [e for e in events if e.run == run]
-        done = {str(e.data["result"].get("experiment")) for e in own if e.kind == "result"}
-        done |= {_bare(str(e.data.get("experiment"))) for e in own if e.kind == "failure"}
-        left = [str(p) for p in start.data.get("planned") or () if _bare(str(p)) not in done]
-        what = ", ".join(left) or "the whole command"
-        message = "no end was written: it was killed, or still runs"
-        lost.append(_failed(own[-1], start, what, "no_end", message))
-    return lost
-
-
-def _bare(experiment: str) -> str:
-    """Without the case before it, which some events name."""
-    return experiment.rpartition(" / ")[2]
-
-
-def _command(start: Event | None) -> str:
-    if start is None:
-        return ""
-    command = start.data.get("command", "")
-    return " ".join(map(str, command)) if isinstance(command, list) else str(command)
-
-
-def _outputs(events: Sequence[Event]) -> tuple[str, ...]:
-    """Of the last look that found any."""
-    for event in reversed(events):
-        listed = event.data.get("output_directories") or ()
-        found = [str(o.get("path", o)) if isinstance(o, Mapping) else str(o) for o in listed]
-        if found:
-            return tuple(found)
-    return ()
 
 
 def _snapshots(events: Iterable[Event]) -> tuple[str, ...]:
@@ -283,10 +233,6 @@ def _snapshots(events: Iterable[Event]) -> tuple[str, ...]:
 
 def _texts(events: Iterable[Event], key: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(e.data[key]) for e in events if e.data.get(key)))
-
-
-def _notes(events: Iterable[Event]) -> tuple[Note, ...]:
-    return tuple(Note(e.at, str(e.data.get("text", ""))) for e in events)
 
 
 def _listed(events: Iterable[Event], key: str) -> tuple[Mapping[str, Any], ...]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 
-from tabulate import tabulate
-
 from replay_lib import __version__
+from replay_lib.record import markdown
+from replay_lib.record.history import Said
+from replay_lib.record.markdown import plain as escaped
 from replay_lib.report import view
-from replay_lib.report.facts import Facts, Note
+from replay_lib.report.facts import Facts
 from replay_lib.report.history import history_of
 from replay_lib.report.plots import Shown, command_on, shown
 from replay_lib.report.view import Table
-
-#: What Markdown, or the HTML inside it, would take for its own. A dash or a dot is left alone.
-_ACTIVE = re.compile(r"([\\`*_\[\]<>&|#~$])")
 
 
 def render_text(facts: Facts, plots: Sequence[Shown] | None = None) -> str:
@@ -42,11 +39,6 @@ def render_text(facts: Facts, plots: Sequence[Shown] | None = None) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def escaped(text: str) -> str:
-    """``text`` in one line of Markdown that says just that."""
-    return _ACTIVE.sub(r"\\\1", " ".join(text.split()))
-
-
 def _keys(facts: Facts) -> Iterator[str]:
     lines = [
         f"- {label}: {escaped(figure)}" + (f" ({escaped(remark)})" if remark else "")
@@ -61,9 +53,7 @@ def _section(title: str, table: Table, otherwise: str) -> Iterator[str]:
 
 
 def _table(table: Table) -> str:
-    rows = [[escaped(cell) for cell in row] for row in table.rows]
-    heads = [escaped(head) for head in table.heads]
-    return tabulate(rows, headers=heads, tablefmt="github", disable_numparse=True)
+    return markdown.table([escaped(head) for head in table.heads], table.rows)
 
 
 def _replay(facts: Facts) -> Iterator[str]:
@@ -133,7 +123,7 @@ def _notes(facts: Facts) -> Iterator[str]:
         yield "\n".join(f"    {' '.join(command.split())}" for command in facts.commands)
 
 
-def _listed(notes: Sequence[Note]) -> str:
+def _listed(notes: Sequence[Said]) -> str:
     return "\n".join(f"- {escaped(note.text)} ({view.when(note.at)})" for note in notes)
 
 

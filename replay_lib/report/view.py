@@ -170,14 +170,15 @@ def baselines(facts: Facts) -> Table:
 
 def attempts(facts: Facts) -> Table:
     """Every attempt in the order in which it was made, repeated ones too."""
-    first = ("experiment", "verdict")
-    cells = dict(COLUMNS)
-    titles = [*first, *(t for t in cells if t not in (*first, "case", "expected")), "case"]
+    cells = {t: cell for t, cell in COLUMNS if t not in ("experiment", "case", "expected")}
+    titles = ["verdict", *(title for title in cells if title != "verdict")]
     rows = [
-        [*(cells[title](a.result) for title in titles), str(a.result.status or "-"), when(a.at)]
+        [a.name, *(cells[t](a.result) for t in titles), a.result.case, str(a.result.status or "-")]
         for a in facts.attempts
     ]
-    return Table("Attempts, the first one first", [*titles, "status", "when"], rows)
+    rows = [[*row, when(a.at)] for row, a in zip(rows, facts.attempts, strict=True)]
+    heads = ["experiment", *titles, "case", "status", "when"]
+    return Table("Attempts, the first one first", heads, rows)
 
 
 def reasons(facts: Facts) -> Iterator[tuple[Attempt, str]]:

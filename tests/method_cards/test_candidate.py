@@ -6,6 +6,7 @@ import pytest
 
 from replay_lib.errors import UsageError
 from replay_lib.method_cards.candidate import choose, refusals
+from replay_lib.record import ledger
 from replay_lib.record.result import SideEffect
 from replay_lib.rule import Flag, Status, Verdict
 from tests.method_cards.make_cards import JOB, METHOD, result, task_with
@@ -51,6 +52,13 @@ def test_what_was_not_tried_alone_is_told_with_what_to_do(tmp_path):
         choose(found, f"{METHOD}+clip-advantages", None)
     with pytest.raises(UsageError, match=f"results of it there: {METHOD}$"):
         choose(found, METHOD, f"{METHOD}:bound=9")
+
+
+def test_a_result_under_another_trainer_is_nobodys_merit(tmp_path):
+    task = task_with(tmp_path)
+    ledger.append(task, "result", run="a" * 12, result=result().as_json(), under="main")
+    with pytest.raises(UsageError, match="found no result of it"):
+        choose(facts(task), METHOD, None)
 
 
 QUIET = SideEffect(reason="its baseline is 3 x the median", verdict=Verdict.FAIL)

@@ -28,6 +28,7 @@ from tests.method_cards.make_cards import (
 )
 
 WHY = "It bounds what <b>one</b> token can weigh."
+SHOWN = WHY.replace("<", "&lt;").replace(">", "&gt;")
 OPTIONS = ReplayOptions()
 
 
@@ -60,11 +61,11 @@ def test_a_hand_written_card_keeps_every_line_and_gains_a_block(tmp_path, monkey
         "sign imbalance",
         "Residual spike: ratio 0.9982, at or under the target 1.5",
         "would stay silent",
-        f"Rationale: {WHY}",
+        "Rationale: It bounds what &lt;b&gt;one&lt;/b&gt; token can weigh.",
         "1 recorded method acts at the same seams, nearest clip-advantages (cosine 0.500)",
     ):
         assert owed in added, owed
-    assert "\\<b\\>" in text
+    assert "&lt;b&gt;" in text
     assert read_cards(cards)[METHOD].status == "proven" and index_is_generated(cards)
     assert engine.asked == [[METHOD], ["clip-advantages"]] and engine.closed == 1
     event = ledger.read(task)[-1]
@@ -87,9 +88,7 @@ def test_recording_again_changes_nothing_but_what_is_new(tmp_path, monkeypatch):
     record(task, cards, rationale=None)  # the one of before
     assert card.read_text() == before
     record(task, cards, rationale="Another.")
-    assert card.read_text() == before.replace(
-        WHY.replace("<", "\\<").replace(">", "\\>"), "Another."
-    )
+    assert card.read_text() == before.replace(SHOWN, "Another.")
     other = task_with(tmp_path / "elsewhere", result(verdict=Verdict.PARTIAL, case="b"))
     (tmp_path / "elsewhere").mkdir(exist_ok=True)
     renamed = type(task)("other-job", other.root)

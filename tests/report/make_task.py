@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from replay_lib.record import ledger
 from replay_lib.record.result import Result
@@ -46,11 +48,14 @@ def keep_run(task: Task, run: str, results: list[Result], *, end: bool = True, *
         "planned": [r.experiment for r in results],
         "output": f"tmp/spike-replay/{JOB}/20300102-030405",
     }
-    ledger.append(task, "started", run=run, **(given | data))
-    for one in results:
-        ledger.append(task, "result", run=run, result=one.as_json())
-    if end:
-        ledger.append(task, "ended", run=run, exit_code=1, seconds=12.0)
+    # a process of this host that wrote no end would still be running: it is this one
+    host = socket.gethostname() if end else "node-that-is-gone"
+    with mock.patch("socket.gethostname", return_value=host):
+        ledger.append(task, "started", run=run, **(given | data))
+        for one in results:
+            ledger.append(task, "result", run=run, result=one.as_json())
+        if end:
+            ledger.append(task, "ended", run=run, exit_code=1, seconds=12.0)
 
 
 def seen(step: int, norm: float) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def test_failures_and_what_a_killed_command_left_undone(tmp_path):
     told = [(f.what, f.code) for f in facts(full_task(tmp_path)).failures]
     assert told == [
         ("axrl-plain-step85 / needs-teacher", "batch"),
-        ("user:lost-one", "no_end"),
+        ("user:lost-one", "killed or still running"),
     ]
 
 
@@ -59,11 +59,30 @@ def test_what_this_version_cannot_read_is_a_failure_and_not_the_end(tmp_path):
     ledger.append(task, "result", result=document | {"verdict": "splendid"})
     ledger.append(task, "result", result=document | {"of_a_later_version": 1})
     ledger.append(task, "result", result=None)
+    ledger.append(task, "result", result=document)
     ledger.append(task, "analyzed", snapshot=COPY, signals={"schema": 99})
     read = facts(task)
     assert [a.result.experiment for a in read.attempts] == ["baseline"]
-    assert [f.code for f in read.failures] == ["unreadable"] * 2
+    assert [f.code for f in read.failures] == ["unreadable"] * 3
     assert read.signals is None and "validation error" in (read.signals_fault or "")
+
+
+def test_results_under_another_trainer_are_told_and_count_for_nothing(tmp_path):
+    task = Task(JOB, tmp_path)
+    baseline, *others = results_of("zoo-natural")
+    keep_run(task, "a" * 12, [baseline])
+    ledger.append(task, "result", run="a" * 12, result=others[0].as_json(), under="main")
+    read = facts(task)
+    assert [a.name for a in read.attempts] == ["baseline", f"{others[0].experiment} (under main)"]
+    assert read.results == read.last_results() == [baseline]
+
+
+def test_of_a_command_on_several_cases_each_result_has_the_snapshot_of_its_own(tmp_path):
+    task = Task(JOB, tmp_path)
+    snapshots = [f"/cases/{case}/snapshot/iter_0000061" for case in ("zoo-natural", "other")]
+    results = [results_of("zoo-natural")[0], results_of("axrl-plain-step85")[0]]
+    keep_run(task, "a" * 12, results, snapshots=snapshots)
+    assert [a.snapshot for a in facts(task).attempts] == [snapshots[0], ""]
 
 
 def test_an_event_about_the_report_changes_nothing(tmp_path):
