@@ -39,7 +39,7 @@ def measure_routes(loaded: Loaded, directory: Path) -> list[LayerRoutes]:
 
     Writes for each recorded data-parallel rank a file of ``[B, T]`` tensors, whose name is
     ``layout.route_signals_file``'s: ``replayed`` (float32, with the recorded routes forced; absent
-    where the run forced none), ``own`` (float32, with the model's own) and ``other`` (bool:
+    where the run replayed none), ``own`` (float32, with the model's own) and ``other`` (bool:
     positions that do not train and whose next token is known). Labels are the recorded ones at loss
     positions and the next token elsewhere; rows that are prefix trees have no next token and keep
     the recorded ones.
@@ -87,13 +87,14 @@ def _packed(rank: RankInput, micro: MicroBatch, values_BT: Tensor) -> Tensor:
 
 def _one(loaded: Loaded, rank: RankInput, micro: MicroBatch, tally: _Tally) -> dict[str, Tensor]:
     model, settings = loaded.model, loaded.settings
-    outputs = {"own": forward(model, micro, None, settings).log_prob}
+    own = forward(model, micro, None, settings).log_prob
+    if rank.routes_BTLK is None:
+        return {"own": own}
     routes: PackedRoutes | None = packed_routes(rank, rank.forced_BTL, micro)
-    if routes is not None:
-        parts = _parts(rank, micro)
-        with _watched(model, routes, parts, tally):
-            outputs["replayed"] = forward(model, micro, routes, settings).log_prob
-    return outputs
+    if routes is None:  # forced on loss tokens alone, and here is none: the run routed itself
+        return {"own": own, "replayed": own}
+    with _watched(model, routes, _parts(rank, micro), tally):
+        return {"own": own, "replayed": forward(model, micro, routes, settings).log_prob}
 
 
 def _parts(rank: RankInput, micro: MicroBatch) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from replay_lib import layout
 from replay_lib.analysis.signals.analyzing import analyze
 from replay_lib.analysis.signals.model import MismatchStage, agreement
 from replay_lib.cli.signals_view import print_signals
+from replay_lib.engine import route_signals
 from replay_lib.engine.protocol import Experiment, LayerRoutes, RouteCounts
 from replay_lib.engine.reference import _saved_experts
 from replay_lib.engine.reference_model import ReferenceModel, logits, read_model, route
@@ -186,3 +187,23 @@ def test_a_planted_permutation_is_an_order_and_no_other_set(
     print_signals(signals, console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "saved routes against the model's own" in text and "normalised" in text
+
+
+@pytest.mark.parametrize(("routed", "names"), [(True, {"own", "replayed"}), (False, {"own"})])
+def test_where_nothing_is_forced_the_run_routed_itself(
+    monkeypatch: pytest.MonkeyPatch, routed: bool, names: set[str]
+) -> None:
+    """A micro-batch without loss tokens in a run that forces loss tokens alone."""
+    calls: list[object] = []
+
+    def forward(_model: object, _micro: object, routes: object, _settings: object) -> object:
+        calls.append(routes)
+        return SimpleNamespace(log_prob=torch.ones(1, 2))
+
+    monkeypatch.setattr(route_signals, "forward", forward)
+    monkeypatch.setattr(route_signals, "packed_routes", lambda *_: None)
+    rank = SimpleNamespace(routes_BTLK=torch.zeros(1) if routed else None, forced_BTL=None)
+    loaded = SimpleNamespace(model=None, settings=None)
+    found = route_signals._one(loaded, rank, None, None)  # type: ignore[arg-type]
+    assert set(found) == names and all(bool(x.all()) for x in found.values())
+    assert calls == [None]

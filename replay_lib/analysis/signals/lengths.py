@@ -56,11 +56,12 @@ class LengthStage:
         if turn_N is None:
             return
         self.turns = self.turns or Stream()
-        pairs, counts = torch.unique(
-            torch.stack([view.rows_of_tokens(), turn_N]), dim=1, return_counts=True
-        )
-        self.turns.add(torch.bincount(pairs[0], minlength=view.batch.rows)[trains_B])
-        for turn, count in zip(pairs[1].tolist(), counts.tolist(), strict=True):
+        # numbers of turns instead of turns: whatever they are, row and number fit one integer
+        turns, number_N, tokens = torch.unique(turn_N, return_inverse=True, return_counts=True)
+        pairs = torch.unique(view.rows_of_tokens() * max(len(turns), 1) + number_N)
+        rows = pairs.div(max(len(turns), 1), rounding_mode="floor")
+        self.turns.add(torch.bincount(rows, minlength=view.batch.rows)[trains_B])
+        for turn, count in zip(turns.tolist(), tokens.tolist(), strict=True):
             self.turn_tokens[turn] += count
 
     def result(self) -> Lengths:
