@@ -15,6 +15,7 @@ from skill_steps import JOB, ROOT, SKILLS, follow, outputs_with, skill
 
 from replay_lib import run
 from replay_lib.engine.protocol import Experiment, Outcome
+from replay_lib.method_cards import writing
 
 EMBEDDED = ROOT / "spike_cases" / "axrl-plain-step85" / "snapshot" / "iter_0000085"
 MOST_LINES = 140
@@ -43,7 +44,8 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     found = outputs_with(tmp_path, EMBEDDED)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.setattr(run, "open_engine", Comparing)
+    for room in (run, writing):
+        monkeypatch.setattr(room, "open_engine", Comparing)
     given = {
         "JOB": JOB,
         "OUTPUTS": found.parent,
