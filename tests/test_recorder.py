@@ -93,6 +93,12 @@ def test_the_quiet_step_lies_beside_and_is_replaced_when_it_is_old(tmp_path, con
     assert [p.name for p in (tmp_path / "quiet_snapshots").iterdir()] == ["iter_0000013"]
 
 
+def test_no_quiet_step_is_kept_where_none_is_wanted(tmp_path, content):
+    run = Run(tmp_path, content, quiet_every=0)
+    assert {o.event for o in run(*QUIET_STEPS, 0.41, 0.41)} == {Event.ORDINARY}
+    assert run.made == 0
+
+
 def test_the_oldest_whole_snapshots_go_first(run, tmp_path):
     run(*QUIET_STEPS)
     run(2.0, 2.1, 2.2)
