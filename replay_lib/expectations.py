@@ -16,3 +16,14 @@ def check_expected(case: Case, methods: Mapping[str, Mitigation]) -> None:
         parse_experiments(case.expected, "baseline", methods)
     except PatchError as error:
         raise PatchError(f"{case.file or case.name}: expected: {error}") from error
+
+
+def unknown_expected(case: Case, methods: Mapping[str, Mitigation]) -> dict[str, str]:
+    """By what ``case`` expects something of: why there is no such method, for those without one."""
+    faults: dict[str, str] = {}
+    for label in case.expected:
+        try:
+            parse_experiments([label], "baseline", methods)
+        except PatchError as error:
+            faults[label] = f"{case.file or case.name}: expected: {error}"
+    return faults

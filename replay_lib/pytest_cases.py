@@ -9,11 +9,12 @@ import pytest
 
 from replay_lib.case import Case, discover
 from replay_lib.errors import CaseError, SpikeReplayError, UsageError, fault
-from replay_lib.expectations import check_expected
+from replay_lib.expectations import unknown_expected
 from replay_lib.methods import callable_alone, load_methods
 from replay_lib.patch import Mitigation
 
-Known = tuple[list[Case], dict[str, Mitigation]]
+#: Cases, methods, and by case file what is expected of methods that there are not.
+Known = tuple[list[Case], dict[str, Mitigation], dict[Path | None, dict[str, str]]]
 _KNOWN = pytest.StashKey[Known]()
 
 
@@ -40,6 +41,14 @@ def cases_of(config: pytest.Config) -> list[Case]:
 def methods_of(config: pytest.Config) -> dict[str, Mitigation]:
     """All registered methods by slug."""
     return _known(config)[1]
+
+
+def unknown_of(config: pytest.Config, case: Any) -> dict[str, str]:
+    """What ``case`` expects of methods that there are not, and why, by what it calls them.
+
+    The test of that name is red, and no other one.
+    """
+    return _known(config)[2].get(case.file, {}) if isinstance(case, Case) else {}
 
 
 def labels_of(config: pytest.Config, case: Case) -> set[str]:
@@ -77,6 +86,4 @@ def _read(config: pytest.Config) -> Known:
     directory = cases_dir(config)
     cases = discover(directory) if directory.is_dir() else []
     methods = load_methods(config.getoption("--mitigations"))
-    for found in cases:
-        check_expected(found, methods)
-    return cases, methods
+    return cases, methods, {case.file: unknown_expected(case, methods) for case in cases}

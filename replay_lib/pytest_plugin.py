@@ -17,24 +17,28 @@ cases with a quiet control; that is replayed once, under all methods of the run'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
 from replay_lib.case import Case
-from replay_lib.engine.layout import AUTO, read_ranks
 from replay_lib.engine.meeting import part
-from replay_lib.engine.nodes import JOIN_TIMEOUT_S, Nodes
-from replay_lib.errors import SpikeReplayError, UsageError
+from replay_lib.errors import SpikeReplayError
 from replay_lib.methods import left_out
-from replay_lib.pytest_cases import cases_of, check_named, methods_of, no_case, params_of
+from replay_lib.pytest_cases import (
+    cases_of,
+    check_named,
+    methods_of,
+    no_case,
+    params_of,
+    unknown_of,
+)
+from replay_lib.pytest_options import add_options, options_of
 from replay_lib.pytest_run import LINES, RunKeeper, ShardSelection, results_folder, shard_of
 from replay_lib.pytest_task import check_task, keep_case
 from replay_lib.record.result import Result, SideEffect
 from replay_lib.record.shards import dearest_first
 from replay_lib.record.summary import summary_lines
-from replay_lib.run import BACKENDS, LEAST_REPEATS, NATIVE, ReplayOptions
 from replay_lib.suite import (
     NO_CASES,
     PROPERTY,
@@ -60,114 +64,14 @@ _MARKERS = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("spike replay")
-    group.addoption(
-        "--spike-cases",
-        metavar="DIR",
-        type=Path,
-        help="directory of cases, one DIR/*/case.yaml each [default: spike_cases in the rootdir]",
-    )
-    group.addoption(
-        "--mitigations",
-        metavar="DIR",
-        type=Path,
-        action="append",
-        default=[],
-        help="directory with mitigations beside the built-in ones; may be repeated",
-    )
-    group.addoption(
-        "--device",
-        default="auto",
-        choices=("auto", "cpu", "cuda"),
-        help="where tests without the gpu marker replay [default: auto]",
-    )
-    group.addoption(
-        "--layout",
-        metavar="AXES",
-        default=AUTO,
-        help="ranks that replay, as in tp=2 or ep=2,dp=2 [default: auto, one where it is enough]",
-    )
-    group.addoption(
-        "--dp-ranks",
-        metavar="N,N,...",
-        help="replay these recorded data-parallel ranks only, with baselines of their own",
-    )
-    group.addoption(
-        "--nnodes",
-        metavar="N",
-        type=int,
-        default=1,
-        help="machines that replay together; the others run spike-replay join [default: 1]",
-    )
-    group.addoption(
-        "--rdzv-endpoint",
-        metavar="HOST:PORT",
-        help="with --nnodes: an address of this machine, and a free port",
-    )
-    group.addoption(
-        "--join-timeout",
-        metavar="SECONDS",
-        type=float,
-        default=JOIN_TIMEOUT_S,
-        help=f"how long the machines wait for each other [default: {JOIN_TIMEOUT_S:g}]",
-    )
-    group.addoption(
-        "--trainer",
-        metavar="NAME",
-        help="whose loss is replayed: grpo, axrl or module:factory [default: the backend's own]",
-    )
-    group.addoption(
-        "--backend",
-        default=NATIVE,
-        choices=BACKENDS,
-        help="what replays: this library's engine, or AXRL's own worker [default: native]",
-    )
-    group.addoption(
-        "--repeats",
-        metavar="N",
-        type=int,
-        default=LEAST_REPEATS,
-        help="replay the baseline N times; the spread of its norm enters the noise band "
-        f"[default: {LEAST_REPEATS}]",
-    )
-    group.addoption(
-        "--update-baselines",
-        action="store_true",
-        help="write the figures of this run as baselines; a run that writes any fails",
-    )
-    group.addoption(
-        "--spike-results",
-        metavar="DIR",
-        type=Path,
-        help="keep outcomes, results and a report in this folder (spike-replay merge reads it)",
-    )
-    group.addoption(
-        "--spike-task",
-        metavar="JOB",
-        help="keep every replay in the ledger of this task [default: that of a case's snapshot]",
-    )
-    group.addoption(
-        "--shard",
-        metavar="I/N",
-        help="run the I-th of N parts of the tests; a case is never split",
-    )
-    group.addoption(
-        "--require-device",
-        action="store_true",
-        help="a test whose device is missing fails; without this it is skipped",
-    )
-    group.addoption(
-        "--require-cases",
-        action="store_true",
-        help="fail if no case is found; without this such tests are skipped",
-    )
+    add_options(parser.getgroup("spike replay"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     for marker in _MARKERS:
         config.addinivalue_line("markers", marker)
     try:
-        _options(config)
+        options_of(config)
         check_task(config)
         shard = shard_of(config)
         if config.getoption("--spike-cases") is not None:
@@ -247,42 +151,21 @@ def case(request: pytest.FixtureRequest) -> Case:
 @pytest.fixture
 def mitigation(request: pytest.FixtureRequest) -> str:
     """One mitigation, as it is written on a command line."""
+    unknown = unknown_of(request.config, params_of(request.node).get("case"))
+    if request.param in unknown:
+        pytest.fail(unknown[request.param], pytrace=False)
     return str(request.param)
 
 
 @pytest.fixture(scope="session")
 def _spike_sessions(case: Case, request: pytest.FixtureRequest) -> Iterator[Sessions]:
     """Sessions of one case in this process, one a device; closed before the next case."""
-    labels = _labels_of(case, request.session.items)
+    unknown = unknown_of(request.config, case)
+    labels = [one for one in _labels_of(case, request.session.items) if one not in unknown]
     with keep_case(request.session, case, labels) as keep:
-        sessions = Sessions(case, _options(request.config), labels, keep)
+        sessions = Sessions(case, options_of(request.config), labels, keep)
         yield sessions
         sessions.close()
-
-
-def _options(config: pytest.Config) -> ReplayOptions:
-    """How the command line asks for replays; UsageError where it cannot."""
-    return ReplayOptions(
-        mitigations=tuple(config.getoption("--mitigations")),
-        layout=config.getoption("--layout"),
-        nodes=_nodes(config),
-        dp_ranks=read_ranks(config.getoption("--dp-ranks")),
-        trainer=config.getoption("--trainer"),
-        repeats=config.getoption("--repeats"),
-        backend=config.getoption("--backend"),
-    )
-
-
-def _nodes(config: pytest.Config) -> Nodes | None:
-    """The machines of this run: one process of it meets the others."""
-    nodes = Nodes.of(
-        config.getoption("--nnodes"),
-        config.getoption("--rdzv-endpoint"),
-        config.getoption("--join-timeout"),
-    )
-    if nodes is not None and getattr(config.option, "numprocesses", None):
-        raise UsageError("--nnodes: found -n beside it, expected one process: leave -n out")
-    return nodes
 
 
 def pytest_unconfigure() -> None:
@@ -350,6 +233,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     lines += terminalreporter.config.stash.get(LINES, [])
     if lines and (without := left_out(methods_of(terminalreporter.config))):
         lines.append(without)
+    for found in cases_of(terminalreporter.config):
+        lines += unknown_of(terminalreporter.config, found).values()
     lines += caseless_lines(stats, no_case(terminalreporter.config))
     if lines:
         terminalreporter.section("spike replay")

@@ -40,7 +40,7 @@ ROOMS = [
     "remote",
     "zoo",
     "demo listing suite",
-    "cli pytest_cases pytest_run pytest_task pytest_plugin",
+    "cli pytest_cases pytest_options pytest_run pytest_task pytest_plugin",
 ]
 
 

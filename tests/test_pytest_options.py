@@ -83,11 +83,11 @@ def test_the_machines_of_a_run_reach_the_engine(suite: Suite) -> None:
     suite.pytester.makepyfile(
         test_spikes="""
         from replay_lib.engine.nodes import Nodes
-        from replay_lib.pytest_plugin import _options
+        from replay_lib.pytest_options import options_of
 
         def test_where(case, replay, request):
             made = Nodes(number=2, host="10.0.0.1", port=29400, timeout_s=5.0)
-            assert _options(request.config).nodes == made
+            assert options_of(request.config).nodes == made
         """
     )
     there = ("--nnodes", "2", "--rdzv-endpoint", "10.0.0.1:29400", "--join-timeout", "5")

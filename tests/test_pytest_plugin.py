@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from plugin_suite import SNAPSHOT, SUITE, Suite, make_suite
+from plugin_suite import ALL_AS_EXPECTED, SNAPSHOT, SUITE, Suite, make_suite
 
 
 @pytest.fixture
@@ -202,13 +202,18 @@ def test_parameters_are_tried_where_a_case_expects_something_of_them(suite: Suit
     result.stdout.fnmatch_lines([f"*test_mitigation[[]a-{label}[]] PASSED*"])
 
 
-def test_an_expectation_of_an_unknown_method_stops_the_run(suite: Suite) -> None:
-    suite.case("a", "expected: {no-such-method: pass}")
-    result = suite.run()
-    assert result.ret in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR)
+def test_an_expectation_of_an_unknown_method_is_one_red_test_of_its_name(suite: Suite) -> None:
+    suite.case("a", ALL_AS_EXPECTED.replace("}", ", disable-routing-reply: fail}"))
+    suite.case("b")
+    result = suite.run("-v")
+    result.assert_outcomes(passed=12, errors=1)
     file = suite.pytester.path / "spike_cases" / "a" / "case.yaml"
-    told = f"*{file}: expected: mitigation no-such-method: not registered; known: balance-*"
+    told = f"{file}: expected: mitigation disable-routing-reply: not registered; did you mean *"
+    result.stdout.fnmatch_lines(["*test_mitigation[[]a-disable-routing-reply[]] ERROR*"])
     result.stdout.fnmatch_lines([told])
+    assert suite.opened() == {"iter_a": 1, "iter_b": 1}
+    # a suite that asks for no such test is told all the same
+    suite.run("-k", "reproduction").stdout.fnmatch_lines([told])
 
 
 GPU_SUITE = """

@@ -127,7 +127,8 @@ def load_weights(
     misshapen tensor is one WeightsError that names all of them. ``gather`` brings the names of all
     ranks together where the module is a shard (``Comm.gather``); each rank reads its own slices,
     whatever layout wrote them. Values are cast to the model's dtype where it differs (float32
-    replay of bfloat16 weights). ``then``: what to do where they differ.
+    replay of bfloat16 weights); parameters of whole numbers are one WeightsError too. ``then``:
+    what to do where they differ.
     """
     reader = SafeReader(checkpoint)
     index = reader.read_metadata()
@@ -138,6 +139,7 @@ def load_weights(
     }
     slices = [_renamed(piece, saved) for piece in model_slices(module)]
     _compare(gather({piece.key: tuple(piece.whole) for piece in slices}), saved, checkpoint, then)
+    _refuse_integers(index, saved, checkpoint, then)
     plan = _Planner(slices)
     reader.set_up_storage_reader(index, is_coordinator=True)
     with torch.no_grad():
@@ -174,6 +176,24 @@ def _compare(
             f"{where}: checkpoint and model differ, nothing was replayed: "
             + "; ".join(problems)
             + f". {then}."
+        )
+
+
+def _refuse_integers(
+    index: Metadata, saved: Mapping[str, tuple[int, ...]], where: Path, then: str
+) -> None:
+    """WeightsError that names every parameter that is no floating point: a cast would hide it."""
+    odd = [
+        f"{key} is {entry.properties.dtype}"
+        for key, entry in sorted(index.state_dict_metadata.items())
+        if key in saved
+        and isinstance(entry, TensorStorageMetadata)
+        and not entry.properties.dtype.is_floating_point
+    ]
+    if odd:
+        told = "; ".join(odd).replace("torch.", "")
+        raise WeightsError(
+            f"{where}: parameters that are no floating point, nothing was replayed: {told}. {then}."
         )
 
 

@@ -252,6 +252,20 @@ def test_a_case_whose_files_are_not_those_that_were_sealed(tmp_path: Path) -> No
     assert told[2].startswith("snapshot/iter_0000061/train_state.pt: sha256 ")
 
 
+def test_the_quiet_control_of_a_case_is_examined_too(tmp_path: Path) -> None:
+    case = Path(shutil.copytree(ROOT / "spike_cases/zoo-natural", tmp_path / "case"))
+    whole = examine_case(case)
+    assert whole.findings == () and whole.read["quiet_files"] == 11  # its norm is no finding
+    (quiet,) = (case / "quiet").glob("iter_*")
+    (quiet / "batch_rank0.pt").write_bytes(b"PK")
+    told = [f for f in examine_case(case).findings if f.code != "case-unsealed"]
+    assert {f.severity for f in told} == {Severity.ERROR}
+    assert "quiet/batch_rank0.pt" in {f.file for f in told}
+    shutil.rmtree(quiet)
+    gone = [f for f in examine_case(case).findings if f.code != "case-unsealed"]
+    assert [f.file for f in gone] == [f"quiet/{quiet.name}"]
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from replay_lib.engine.effective import planned_differences, what_ran
 from replay_lib.engine.field_values import MOST_LAYERS, RULES, wrong_values
@@ -22,7 +23,7 @@ from replay_lib.engine.model_config import (
     model_config,
 )
 from replay_lib.engine.refusals import refusals
-from replay_lib.errors import UnsupportedModelError
+from replay_lib.errors import UnsupportedModelError, WeightsError
 from replay_lib.snapshot import Snapshot, load_model_fields, open_snapshot
 from replay_lib.snapshot.run_config import model_fields, read_model_fields
 
@@ -176,3 +177,25 @@ def test_every_field_that_changes_the_step_is_taken_over_or_refused() -> None:
     changing = {n for entry in TABLE if entry.meaning == "changes the step" for n in entry.names}
     assert changing - known == set()
     assert set(RULES) - {*known, "seq_length", "vocab_size", VPP} == set()
+
+
+def test_parameters_of_whole_numbers_are_not_cast_without_a_word(tmp_path, monkeypatch) -> None:
+    from replay_lib.engine import weights
+    from replay_lib.snapshot import read_content, write_snapshot
+
+    content = read_content(open_snapshot(PLAIN))
+    names = ("embedding.word_embeddings.weight", "output_layer.weight")
+    whole = {name: torch.ones(128, 64, dtype=torch.int64) for name in names}
+    bad = write_snapshot(
+        tmp_path / "iter_0000085",
+        dataclasses.replace(content, tensors=dict(content.tensors) | whole),
+    )
+    monkeypatch.setattr(weights, "model_slices", lambda _module: [])
+    monkeypatch.setattr(weights, "_compare", lambda *_: None)  # names and shapes are right
+    with pytest.raises(WeightsError) as caught:
+        weights.load_weights(torch.nn.Linear(1, 1), bad.path, then="Look")
+    assert str(caught.value) == (
+        f"{bad.path}: parameters that are no floating point, nothing was replayed: "
+        "embedding.word_embeddings.weight is int64; output_layer.weight is int64. Look."
+    )
+    weights.load_weights(torch.nn.Linear(1, 1), PLAIN)
