@@ -138,7 +138,7 @@ def _ratio(signals: Signals, ratio: Ratio, place: int) -> Shown:
         ]
         for o in outliers
     ]
-    table = Table(f"Outliers of {ratio.name}", heads, rows)
+    table = Table(f"Furthest tokens of {ratio.name}", heads, rows)
     figures = [
         ["tokens", str(ratio.tokens)],
         ["mean", number(ratio.ratio.mean)],

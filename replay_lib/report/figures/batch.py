@@ -39,8 +39,12 @@ def ratio_at(outlier: Outlier) -> float:
 
 
 def ratio_plot(ratio: Ratio, outliers: Sequence[Outlier], number: int) -> Plot:
-    """Histogram of one probability ratio over loss tokens, with its outliers marked."""
-    named = sorted(outliers, key=lambda o: -abs(o.value))
+    """Histogram of one probability ratio over loss tokens, with its outliers marked.
+
+    Of ``outliers``, the furthest tokens, those beyond 2 or under 1/2 are marked.
+    """
+    far = [o for o in outliers if abs(o.value) > math.log(2.0)]
+    named = sorted(far, key=lambda o: -abs(o.value))
     low, high = ratio.ratio.minimum, ratio.ratio.maximum
     alt = f"{ratio.tokens} loss tokens"
     if low is not None and high is not None:
@@ -54,6 +58,7 @@ def ratio_plot(ratio: Ratio, outliers: Sequence[Outlier], number: int) -> Plot:
         axes.stairs(counts, edges, fill=True, color=BLUE, alpha=0.75)
         if edges[0] > 0 and edges[-1] / edges[0] > 4:
             axes.set_xscale("log", base=2)
+        axes.set_xlim(_shown(ratio))
         axes.set_yscale("symlog", linthresh=1)
         # room above the bars for the names
         axes.set_ylim(0, max([*counts, 1]) * 10 ** (0.4 + 0.5 * len(named[:NAMED])))
@@ -61,7 +66,7 @@ def ratio_plot(ratio: Ratio, outliers: Sequence[Outlier], number: int) -> Plot:
         for bound in (0.5, 2.0):
             if edges[0] < bound < edges[-1]:
                 axes.axvline(bound, color=ORANGE, ls="--", lw=1.1)
-        _named(axes, named, edges, size)
+        _named(axes, named, size)
         _plain_numbers(axes)
         axes.set_xlabel(f"{ratio.numerator} over {ratio.denominator} probability")
         axes.set_ylabel("loss tokens")
@@ -70,18 +75,29 @@ def ratio_plot(ratio: Ratio, outliers: Sequence[Outlier], number: int) -> Plot:
     return plot(f"ratio{number}", title, alt, draw=draw, height=230)
 
 
-def _named(axes: Axes, outliers: Sequence[Outlier], edges: Sequence[float], size: Size) -> None:
+def _shown(ratio: Ratio) -> tuple[float, float]:
+    """From the least to the largest ratio that a bin holds, 1/4 to 4 at least."""
+    edges, counts = ratio.histogram.edges, ratio.histogram.counts
+    filled = [number for number, count in enumerate(counts) if count]
+    low = edges[filled[0]] if filled and not ratio.histogram.below else edges[0]
+    high = edges[filled[-1] + 1] if filled and not ratio.histogram.above else edges[-1]
+    least, most = ratio.ratio.minimum, ratio.ratio.maximum
+    low, high = min(low, least or low, 0.25), max(high, most or high, 4.0)
+    return max(low, edges[0]) / 1.2, min(high, edges[-1]) * 1.2
+
+
+def _named(axes: Axes, outliers: Sequence[Outlier], size: Size) -> None:
     """Marks at the axis for all, names for the first few; what is outside stands at the border."""
-    at = [min(max(ratio_at(o), edges[0]), edges[-1]) for o in outliers]
+    low, high = axes.get_xlim()
+    at = [min(max(ratio_at(o), low), high) for o in outliers]
     axes.plot(at, [0.0] * len(at), "|", color=RED, ms=14, mew=1.6, clip_on=False, zorder=4)
     top = axes.get_ylim()[1]
     for place, (x, outlier) in enumerate(zip(at[:NAMED], outliers[:NAMED], strict=True)):
-        right = x > math.sqrt(max(edges[0], 1e-9) * edges[-1])
         axes.annotate(
             f"{name_of(outlier)}: {ratio_at(outlier):.3g}",
             (x, 0.0),
             (x, top / 10 ** (0.5 * place + 0.3)),
-            ha="right" if right else "left",
+            ha="right" if x > math.sqrt(low * high) else "left",
             color=RED,
             fontsize=8 if size.narrow else 8.5,
             arrowprops={"arrowstyle": "-", "color": RED, "lw": 0.7, "alpha": 0.6},

@@ -67,11 +67,9 @@ def change_plot(results: Sequence[Result], baseline: Result) -> Plot:
         bar = figure.colorbar(
             image, ax=axes, location="bottom", shrink=0.6, pad=0.03, aspect=40, extend="both"
         )
-        ticks = [1 / LARGEST_CHANGE, 0.25, 0.5, 1, 2, 4, LARGEST_CHANGE]
-        bar.set_ticks(
-            [math.log2(t) for t in ticks], labels=["1/8", "1/4", "1/2", "1", "2", "4", "8"]
-        )
-        bar.set_label("norm over the baseline's, layer by layer")
+        ticks = {"1/8": 1 / LARGEST_CHANGE, "1/2": 0.5, "1": 1.0, "2": 2.0, "8": LARGEST_CHANGE}
+        bar.set_ticks([math.log2(tick) for tick in ticks.values()], labels=list(ticks))
+        bar.set_label("norm over the baseline's")
 
     height = 125 + 14.0 * len(rows)
     return plot(

@@ -61,7 +61,7 @@ def history_plot(points: Sequence[Point]) -> Plot:
                 (0, 9),
                 "data",
                 "offset points",
-                ha="right" if p is last else "center",
+                ha="right" if p is last and len(points) > 1 else "center",
                 color=RED,
             )
         _thresholds(axes, last)
