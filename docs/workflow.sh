@@ -26,14 +26,14 @@ spike-replay preserve "$found"
 spike-replay doctor "$snapshot"
 
 # is the step reproduced, and what do its data say?
-spike-replay replay "$snapshot" "${node[@]}"
+spike-replay replay "$snapshot" ${node[@]+"${node[@]}"}
 spike-replay analyze "$snapshot"
 spike-replay task note "$JOB" "the step is reproduced; next are the mitigations"
 
 # what helps?
-agree spike-replay replay "$snapshot" -m "$METHOD" "${node[@]}"
+agree spike-replay replay "$snapshot" -m "$METHOD" ${node[@]+"${node[@]}"}
 agree spike-replay sweep "$snapshot" "$METHOD" use-grpo-loss disable-routing-replay \
-    --combine 2 --budget 4 "${node[@]}"
+    --combine 2 --budget 4 ${node[@]+"${node[@]}"}
 
 # what is proven is written up, then the job is done with
 spike-replay record-method "$METHOD" --task "$JOB" --rationale "$RATIONALE"

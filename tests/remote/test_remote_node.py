@@ -171,7 +171,7 @@ def test_a_full_disk_there(node: Loopback, small_disk: Path, tmp_path: Path) -> 
     with pytest.raises(NodeError, match=r"1\.0 MB free, 69\.2 MB needed.*--remote-dir"):
         send(over, _facts(small_disk, 1 << 20), [parcel], lambda _: None)
     # somebody else fills it meanwhile
-    with pytest.raises(NodeError, match=r"no room in .*--remote-dir"):
+    with pytest.raises(NodeError, match=r"(?s)no room in .*--remote-dir"):
         send(over, _facts(small_disk, 1 << 40), [parcel], lambda _: None)
     assert not (small_disk / "cases" / "0").exists()
 
