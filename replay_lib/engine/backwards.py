@@ -8,9 +8,10 @@ for nothing else than 0.0 and would part those that ask for the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from replay_lib.engine.gradients import GradientBuffers
@@ -47,13 +48,16 @@ def distinct(asked: Iterable[Asked]) -> list[Backward]:
     found: dict[object, Backward] = {}
     each = list(asked)
     # bits are read off the device, which waits for it: only where there are two to compare
-    compared = sum(not one.alone for one in each) > 1
+    free = [one for one in each if not one.alone]
+    bits = iter(_bits([one.grads for one in free]) if len(free) > 1 else [b""] * len(free))
     for number, one in enumerate(each):
-        key: object = number if one.alone or not compared else _bits(one.grads)
+        key: object = number if one.alone else next(bits)
         found.setdefault(key, Backward(one.grads)).buffers.append(one.buffers)
     return list(found.values())
 
 
-def _bits(grads: Grads) -> tuple[bytes | None, ...]:
-    # bits, not values: a NaN equals nothing
-    return tuple(None if g is None else g.detach().cpu().numpy().tobytes() for g in grads)
+def _bits(each: Sequence[Grads]) -> list[tuple[bytes | None, ...]]:
+    """What each asks, as bytes: bits, since a NaN equals nothing. One transfer for all of them."""
+    tensors = [g.detach() for grads in each for g in grads if g is not None]
+    host = iter(torch.stack(tensors).cpu().numpy())
+    return [tuple(None if g is None else next(host).tobytes() for g in grads) for grads in each]

@@ -8,7 +8,7 @@ all filters and weights, 0 to 1), ``advantage`` (advantage times policy weight) 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ class Signals:
     keep: tuple[Tensor, ...]
     advantage: tuple[Tensor, ...]
     dloss: tuple[Tensor, ...]
+    waiting: list[tuple[int, list[int], Tensor]] = field(default_factory=list)
 
     @classmethod
     def empty(cls, batches: Sequence[RankBatch]) -> Signals:
@@ -41,10 +42,20 @@ class Signals:
     def put(
         self, rank: int, rows: Sequence[int], keep: Tensor, advantage: Tensor, dloss: Tensor
     ) -> None:
-        """Store one micro-batch's values."""
-        index = list(rows)
-        for kind, value in zip(KINDS, (keep, advantage, dloss), strict=True):
-            getattr(self, kind)[rank][index] = value.detach().float().cpu()
+        """Take one micro-batch's values; :meth:`settle` stores them.
+
+        They stay on their device till then: to fetch them at once would have it wait, once a
+        micro-batch and experiment.
+        """
+        values = torch.stack([value.detach().float() for value in (keep, advantage, dloss)])
+        self.waiting.append((rank, list(rows), values))
+
+    def settle(self) -> None:
+        """Store everything that was taken."""
+        for rank, rows, values in self.waiting:
+            for kind, value in zip(KINDS, values.cpu(), strict=True):
+                getattr(self, kind)[rank][rows] = value
+        self.waiting.clear()
 
     def scale(self, factor: float) -> None:
         """Divide by the summed denominators (``factor`` is one over them)."""

@@ -92,8 +92,7 @@ class Variant:
     carried_from: tuple[Tensor, ...] | None = None
     alone: bool = False
     log_prob: tuple[Tensor, ...] | None = None  # filled where somebody asks for it
-    loss: float = 0.0
-    denominator: float = 0.0
+    sums: list[tuple[Tensor, Tensor, RankBatch, Sequence[int]]] = field(default_factory=list)
     touched: dict[Seam, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # losses that are not finite
 
@@ -258,11 +257,7 @@ def _loss_gradients(
     grad, grad_entropy = torch.autograd.grad(
         loss.scaled, [log_prob, entropy], allow_unused=True, materialize_grads=True
     )
-    value = float(loss.scaled.detach())
-    variant.loss += value
-    if not math.isfinite(value):
-        variant.notes.append(loss_note(rows, micro.rows, value, variant.patched.settings))
-    variant.denominator += float(loss.denominator)
+    variant.sums.append((loss.scaled.detach(), loss.denominator, rows, micro.rows))
     share = loss.keep_BT.float() if weights is None else loss.keep_BT * weights.clamp(0, 1)
     signal = loss.advantage_BT * loss.policy_weight_BT
     variant.signals.put(micro.rank, micro.rows, share, torch.where(loss.keep_BT, signal, 0), grad)
@@ -310,7 +305,8 @@ def _token_weights(variant: Variant, rows: RankBatch, log_prob: Tensor) -> Tenso
 def _finish(loaded: Loaded, variant: Variant, unpatched: Unpatched | None) -> Replayed:
     comm = loaded.comm
     loaded.collector.sum_over_ranks(variant.buffers)
-    loss, denominator = comm.sums_of_batches([variant.loss, variant.denominator])
+    variant.signals.settle()
+    loss, denominator = comm.sums_of_batches(_sums(variant))
     if denominator > 0:  # the trainer divides only then; an empty batch has no gradient
         variant.buffers.scale(1.0 / denominator)
         variant.signals.scale(1.0 / denominator)
@@ -336,6 +332,18 @@ def _finish(loaded: Loaded, variant: Variant, unpatched: Unpatched | None) -> Re
         nonfinite=nonfinite,
         notes=tuple(chain.from_iterable(comm.gather(variant.notes if comm.groups.speaks else []))),
     )
+
+
+def _sums(variant: Variant) -> list[float]:
+    """Loss and denominator of its micro-batches, read off the device together; notes on losses."""
+    pairs = [(scaled.double(), count.double()) for scaled, count, *_ in variant.sums]
+    flat = [value for pair in pairs for value in pair]
+    values = torch.stack(flat).tolist() if flat else []
+    for value, (_, _, rows, numbers) in zip(values[::2], variant.sums, strict=True):
+        if not math.isfinite(value):
+            variant.notes.append(loss_note(rows, numbers, value, variant.patched.settings))
+    variant.sums.clear()
+    return [sum(values[::2], 0.0), sum(values[1::2], 0.0)]
 
 
 def _own_share(comm: Comm, seam: Seam, count: int) -> float:

@@ -10,6 +10,7 @@ denominators. Source: AXRL ``GrpoTrainer.loss_func``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +40,12 @@ class MicroBatchLoss:
     keep_BT: Tensor  # bool: loss tokens that pass every filter
     policy_weight_BT: Tensor  # capped mismatch x keep x token weight
     advantage_BT: Tensor  # after on-policy distillation
-    metrics: dict[str, float]  # by AXRL's names
+    read_metrics: Callable[[], dict[str, float]]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """By AXRL's names; computed when they are asked for, which a replay never does."""
+        return self.read_metrics()
 
 
 def micro_batch_loss(
@@ -74,18 +80,22 @@ def micro_batch_loss(
     loss = policy + squared * settings.entropy_control.alpha + kl * settings.kl_control_alpha
     denominator = micro_batch_denominator(settings, mask_BT, inputs.turn_index_BT)
     keep_BT = mask_BT & kept.keep_BT
-    metrics |= {
-        "loss": loss,
-        "pg_loss": policy,
-        "kl_loss": kl,
-        "entropy_loss": squared,
-        "control_entropy": entropy,
-        "denom": denominator,
-        "loss_mask_sum": mask_BT.sum(),
-        "policy_loss_mask_sum": keep_BT.sum(),
-        **_filter_metrics(inputs, kept),
-        **_ratio_metrics(term, keep_BT),
-    }
+
+    def read_metrics() -> dict[str, float]:
+        own = {
+            "loss": loss,
+            "pg_loss": policy,
+            "kl_loss": kl,
+            "entropy_loss": squared,
+            "control_entropy": entropy,
+            "denom": denominator,
+            "loss_mask_sum": mask_BT.sum(),
+            "policy_loss_mask_sum": keep_BT.sum(),
+            **_filter_metrics(inputs, kept),
+            **_ratio_metrics(term, keep_BT),
+        }
+        return _read_out(metrics | own)
+
     return MicroBatchLoss(
         loss=loss,
         denominator=denominator,
@@ -93,7 +103,7 @@ def micro_batch_loss(
         keep_BT=keep_BT,
         policy_weight_BT=weight_BT * mask_BT,
         advantage_BT=inputs.advantage_BT,
-        metrics=_read_out(metrics),
+        read_metrics=read_metrics,
     )
 
 

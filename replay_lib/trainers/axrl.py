@@ -174,7 +174,7 @@ class AxrlLoss:
             advantage_BT=seen.advantage_BT,
         )
         numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float)}
-        return MicroBatchLoss(**{**vars(made), "metrics": numbers})
+        return MicroBatchLoss(**{**vars(made), "read_metrics": lambda: numbers})
 
 
 def _columns(rows: RankBatch, dtype: torch.dtype) -> dict[str, Tensor]:

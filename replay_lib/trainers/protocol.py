@@ -126,7 +126,7 @@ def token_loss(
         keep_BT=keep,
         policy_weight_BT=(weight * keep).detach(),
         advantage_BT=(rows.advantage if advantage_BT is None else advantage_BT).detach(),
-        metrics={},
+        read_metrics=dict,
     )
 
 
