@@ -16,7 +16,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -102,6 +102,8 @@ def _made(target: Path) -> tuple[Path, int]:
         if _locked(lock) is not False and _is_at(part, lock):
             return part, lock
         os.close(lock)
+        with suppress(OSError):
+            part.rmdir()
 
 
 def _prefix(name: str) -> str:

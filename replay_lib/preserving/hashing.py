@@ -36,8 +36,10 @@ def locked(preserved: Path, what: str = "lock", seconds: float = -1) -> Iterator
     """
     place = preserved.parent / LOCKS
     try:
-        place.mkdir(exist_ok=True)
-        lock = FileLock(place / f"{preserved.name}.{what}")
+        if not place.is_dir():
+            place.mkdir(exist_ok=True)
+            place.chmod(preserved.parent.stat().st_mode & 0o777)  # whoever may preserve may lock
+        lock = FileLock(place / f"{preserved.name}.{what}", mode=0o666)
         lock.acquire(timeout=seconds)
     except NotImplementedError:
         yield
@@ -147,18 +149,23 @@ def _read(preserved: Path, name: str, kept: Kept, meter: Meter) -> Kept:
 
 def _fill(preserved: Path, found: Mapping[str, Kept]) -> Manifest:
     """Put what was ``found`` into the manifest, which others may have changed meanwhile."""
+    known = _manifest(preserved)
+    if _noted(preserved, known, found) == known:
+        return known  # so that whoever may only read can verify
     with locked(preserved):
-        manifest = _manifest(preserved)
-        in_place = preserved.stat().st_ino == manifest.inode
-        files = dict(manifest.files)
-        for name, kept in found.items():
-            # in a copy elsewhere times and inodes are of that place: only content is noted
-            noted = kept if in_place else files[name].model_copy(update={"sha256": kept.sha256})
-            files[name] = noted
-        new = manifest.model_copy(update={"files": files})
-        if new != manifest:
-            write_manifest(preserved, new)
+        new = _noted(preserved, _manifest(preserved), found)
+        write_manifest(preserved, new)
         return new
+
+
+def _noted(preserved: Path, manifest: Manifest, found: Mapping[str, Kept]) -> Manifest:
+    in_place = preserved.stat().st_ino == manifest.inode
+    files = dict(manifest.files)
+    for name, kept in found.items():
+        # in a copy elsewhere times and inodes are of that place: only content is noted
+        noted = kept if in_place else files[name].model_copy(update={"sha256": kept.sha256})
+        files[name] = noted
+    return manifest.model_copy(update={"files": files})
 
 
 def _manifest(preserved: Path) -> Manifest:

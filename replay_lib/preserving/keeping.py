@@ -108,25 +108,27 @@ class _Ask:
 def _preserved(source: Path, ask: _Ask, waiting: Callable[[Path], None]) -> Preserved:
     root = layout.preserved_root(source.parent)
     target = root / source.name
-    if not target.exists():
-        open_snapshot(source)  # what cannot be used is told before anything is made
+    if target.exists():  # whole, for it was renamed: nothing is locked, who may only read is told
+        return replace(_seen_again(target, source, ask), cleared=tuple(clear_leftovers(root)))
+    opened = open_snapshot(source)  # what cannot be used is told before anything is made
     with _writable(target):
         root.mkdir(exist_ok=True)
     cleared = tuple(clear_leftovers(root))
     try:
         with locked(target, seconds=0):
-            done = _under_lock(source, target, ask)
+            done = _under_lock(source, target, ask, opened)
     except Timeout:
         waiting(target)
         with locked(target):
-            done = _under_lock(source, target, ask)
+            done = _under_lock(source, target, ask, None)
     return replace(done, cleared=cleared)
 
 
-def _under_lock(source: Path, target: Path, ask: _Ask) -> Preserved:
+def _under_lock(source: Path, target: Path, ask: _Ask, opened: Snapshot | None) -> Preserved:
+    """As :func:`preserve`; ``opened`` is the source as it was opened just now, None: long ago."""
     if target.exists():
         return _seen_again(target, source, ask)
-    opened = open_snapshot(source)
+    opened = opened or open_snapshot(source)
     with _writable(target), hidden_sibling(target) as part:
         try:
             files = list_settled(source, ask.settled)
@@ -137,7 +139,7 @@ def _under_lock(source: Path, target: Path, ask: _Ask) -> Preserved:
         part.chmod(0o755)
         manifest = _manifest(opened, part, kept, ask)
         write_manifest(part, manifest)
-        for directory in {part, *((part / name).parent for name in kept)}:
+        for directory in {part, *((part / name).parent for name in kept if "/" in name)}:
             flush(directory)
         try:
             take_place_of(part, target)

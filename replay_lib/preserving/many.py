@@ -34,7 +34,10 @@ def task_named(place: Place, named: str | None, root: Path = Path()) -> Task | N
         manifest = read_manifest(kept)
         if manifest is not None and manifest.task is not None:
             return Task(manifest.task, root)
-    return None if place.job is None else Task(place.job, root)
+    try:
+        return None if place.job is None else Task(place.job, root)
+    except UsageError:  # a directory's name may hold what no task's name may
+        return None
 
 
 def preserve_each(

@@ -21,10 +21,12 @@ from replay_lib.analysis import examine_case
 from replay_lib.case_files import seal
 from replay_lib.digests import digests
 from replay_lib.errors import IncompleteSnapshotError, SnapshotError, UsageError
+from replay_lib.finding import locate_path
 from replay_lib.porting import export_case
 from replay_lib.preserving import Preserved, placing, preserve, verify
 from replay_lib.preserving import keeping as keeping_module
 from replay_lib.preserving.hashing import fill, locked
+from replay_lib.preserving.many import preserve_each, task_named
 from replay_lib.record import ledger
 from replay_lib.record.task import Task
 from replay_lib.snapshot import open_snapshot, temporary_replay_directory
@@ -407,3 +409,26 @@ def test_what_killed_commands_left_is_told_and_removed(
     ran = Ran(capsys, "preserve", source, "--no-hash")
     assert f"removed what a killed command had left: {part.name}" in ran.out
     assert visible(root_of(source)) == ["iter_0000085"]
+
+
+def test_who_may_only_read_is_told_that_it_is_preserved(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = preserve(source, verified=True)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("replay_lib.preserving.hashing.FileLock", refuse)
+    assert preserve(source).already
+    assert preserve(done.path, verified=True).verified
+    shutil.rmtree(done.path)
+    with pytest.raises(UsageError, match="a lock that cannot be made"):
+        preserve(source)
+
+
+def test_a_job_that_could_be_no_task_is_preserved_without_one(tmp_path: Path) -> None:
+    output = make_output(tmp_path, "x~job a__actor", [85])
+    assert task_named(locate_path(output), None) is None
+    (attempt,) = preserve_each(locate_path(output), None)
+    assert attempt.error is None
