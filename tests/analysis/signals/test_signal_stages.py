@@ -288,3 +288,15 @@ def test_parameters_by_layer() -> None:
     assert found.top[0].name == "decoder.layers.0.self_attention.linear_qkv.weight"
     assert found.layers == {"layer 0": 5.0, "embedding": 1.0}
     assert layer_of("decoder.final_layernorm.weight") == "final_layernorm"
+
+
+def test_of_several_ranks_the_first_value_on_a_loss_token_is_named() -> None:
+    clean = batch_of([Row(tokens=[1, 2, 3], trained=1, index=0)])
+    off, on = clean.column("old_logprobs").clone(), clean.column("old_logprobs").clone()
+    off[0, 0], on[0, 1] = NAN, NAN
+    stage = ValueStage()
+    for dp_rank, values in enumerate([off, on, off, on]):
+        stage.add(view_of(clean.replace(dp_rank=dp_rank, old_logprobs=values)))
+    (named,) = stage.bad.values()
+    assert (named.on_loss_tokens, named.elsewhere) == (2, 2)
+    assert (named.dp_rank, named.row, named.position) == (1, 0, 1)
