@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -166,7 +167,7 @@ def _tell_rows(rows: list[Row]) -> None:
         steps = ", ".join(str(row.step) for row in doomed)
         console.print(f"the next spike deletes step {steps} (max_snapshots is {limit})")
     if bare and bare[0].path is not None:
-        told = f"keep it: spike-replay preserve {bare[0].path}"
+        told = f"keep it: spike-replay preserve {shlex.quote(str(bare[0].path))}"
         console.print(printable(told), soft_wrap=True)
 
 

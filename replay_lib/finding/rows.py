@@ -59,7 +59,7 @@ class Row:
         return not self.why
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; what is not finite is told as a text, JSON has no number for it."""
+        """Plain values; numbers that are not finite are "NaN", "Infinity" and "-Infinity"."""
         numbers = ("grad_norm_preclip", "grad_norm_median", "ratio")
         return {
             "step": self.step,
@@ -82,7 +82,9 @@ class Row:
 
 
 def _finite(value: float | None) -> float | str | None:
-    return value if value is None or math.isfinite(value) else str(value)
+    if value is None or math.isfinite(value):
+        return value
+    return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(value)]
 
 
 def rows_of(root: Path, only: Path | None = None) -> list[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def referring(preserved: Path, directories: Sequence[Path]) -> Iterator[str]:
             continue
         for what, path in (("snapshot", case.snapshot), ("quiet", case.quiet)):
             if path is not None and _is_in(path, place):
-                export = f"spike-replay export {file.parent} STORE/{case.name}"
+                export = f"spike-replay export {shlex.quote(str(file.parent))} STORE/NAME"
                 yield (
                     f"the case {file.parent} refers to it ({what}). Export it to a store of cases "
                     f"({export}) and put that in its place"

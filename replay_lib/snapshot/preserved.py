@@ -9,6 +9,7 @@ compared where it is asked for (:mod:`replay_lib.preserving`).
 from __future__ import annotations
 
 import functools
+import shlex
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
@@ -184,7 +185,7 @@ def _not_as_preserved(
     gone = all(change == "gone" for change in changes.values())
     then = (
         f"It is no longer the snapshot that was preserved.{why} spike-replay preserve --verify "
-        f"{directory} reads all files and tells which of them still have their content"
+        f"{shlex.quote(str(directory))} reads all files and tells which of them still have their content"
     )
     kind = IncompleteSnapshotError if gone else SnapshotError
     found = f"{len(changes)} of {len(manifest.files)} files changed: {told}"

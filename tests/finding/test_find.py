@@ -229,4 +229,4 @@ def test_a_norm_that_is_no_number_is_strict_json(
     value = json.loads(file.read_text()) | {"grad_norm": float("nan")}
     file.write_text(json.dumps(value))
     ran = Ran(capsys, "find", str(output), "--json")
-    assert ran.document["snapshots"][0]["grad_norm_preclip"] == "nan"
+    assert ran.document["snapshots"][0]["grad_norm_preclip"] == "NaN"
