@@ -183,9 +183,10 @@ def _not_as_preserved(
         else ""
     )
     gone = all(change == "gone" for change in changes.values())
+    place = shlex.quote(str(directory))
     then = (
         f"It is no longer the snapshot that was preserved.{why} spike-replay preserve --verify "
-        f"{shlex.quote(str(directory))} reads all files and tells which of them still have their content"
+        f"{place} reads all files and tells which of them still have their content"
     )
     kind = IncompleteSnapshotError if gone else SnapshotError
     found = f"{len(changes)} of {len(manifest.files)} files changed: {told}"
