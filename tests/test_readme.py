@@ -39,7 +39,7 @@ def test_every_command_and_option_it_names_exists():
     assert named | {"demo"} == set(known)  # the demonstration is told as make demo
     nested = [c for group in known.values() for c in getattr(group, "commands", {}).values()]
     options = {o for command in [*known.values(), *nested] for p in command.params for o in p.opts}
-    plugin = (ROOT / "replay_lib/pytest_plugin.py").read_text()
+    plugin = (ROOT / "replay_lib/pytest_options.py").read_text()
     for option in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)):
         assert option in options or f'"{option}"' in plugin, option
 
