@@ -8,13 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from replay_lib.analysis.signals.summary import (
-    Agreement,
-    Distribution,
-    RankAdvantages,
-    Sign,
-    Signals,
-)
+from replay_lib.analysis.signals.figures import Distribution
+from replay_lib.analysis.signals.session_summary import Agreement
+from replay_lib.analysis.signals.summary import RankAdvantages, Sign, Signals
 
 RANKS_TOLD = 8
 ROWS_TOLD = 5

@@ -6,7 +6,8 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from replay_lib.analysis.signals.summary import RankAdvantages, Ratio, Signals
+from replay_lib.analysis.signals.figures import Ratio
+from replay_lib.analysis.signals.summary import RankAdvantages, Signals
 from replay_lib.record.layer_norms import by_layer
 from replay_lib.record.result import Result
 from replay_lib.report.facts import Facts

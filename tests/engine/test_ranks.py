@@ -143,7 +143,7 @@ def test_tied_dense_shared_and_unequal_parts_come_out_the_same(odd, odd_expected
 
 
 def test_what_a_layout_cannot_do_is_told_before_any_process_starts(plain_path, monkeypatch):
-    monkeypatch.setattr(session_module, "_Worker", None)
+    monkeypatch.setattr(session_module, "WorkerJob", None)
     with pytest.raises(UnsupportedModelError, match="num_layers is 4, which pp=3 does not divide"):
         ReplaySession.open(plain_path, device="cpu", layout="pp=3")
     with pytest.raises(UsageError, match="found dp=3 for 2 data-parallel ranks to replay"):

@@ -6,20 +6,17 @@ import itertools
 import math
 from typing import Any
 
+from replay_lib.analysis.signals.figures import QUANTILES, Distribution, Histogram, Ratio
 from replay_lib.analysis.signals.summary import (
-    QUANTILES,
     Advantages,
-    Distribution,
     GradInfo,
     Groups,
-    Histogram,
     Lengths,
     Norms,
     Outlier,
     Parameter,
     RankAdvantages,
     RankParameters,
-    Ratio,
     Rewards,
     Routing,
     Sign,

@@ -11,17 +11,17 @@ from pathlib import Path
 from torch import Tensor
 
 from replay_lib import layout
+from replay_lib.analysis.signals.figures import Ratio
 from replay_lib.analysis.signals.ratios import RatioStage
-from replay_lib.analysis.signals.signs import ROUTE_DISAGREEMENT, sign
-from replay_lib.analysis.signals.stream import Stream
-from replay_lib.analysis.signals.summary import (
+from replay_lib.analysis.signals.session_summary import (
     Agreement,
     LayerAgreement,
     Mismatch,
-    Ratio,
     SessionSignals,
-    Sign,
 )
+from replay_lib.analysis.signals.signs import ROUTE_DISAGREEMENT, sign
+from replay_lib.analysis.signals.stream import Stream
+from replay_lib.analysis.signals.summary import Sign
 from replay_lib.analysis.signals.view import View, view_of
 from replay_lib.engine.layout import ONE_RANK
 from replay_lib.engine.protocol import LayerRoutes, RouteCounts

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from replay_lib.analysis.signals.figures import Ratio
 from replay_lib.analysis.signals.stream import Bins, Stream
-from replay_lib.analysis.signals.summary import Ratio, RowPlace
+from replay_lib.analysis.signals.summary import RowPlace
 from replay_lib.analysis.signals.view import View
 from replay_lib.loss.ratios import LOG_RATIO_BOUND
 

@@ -13,15 +13,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from replay_lib.analysis.signals.figures import Distribution
 from replay_lib.analysis.signals.lengths import first_loss
 from replay_lib.analysis.signals.stream import Stream
-from replay_lib.analysis.signals.summary import (
-    Distribution,
-    Groups,
-    Rewards,
-    RowPlace,
-    Trajectories,
-)
+from replay_lib.analysis.signals.summary import Groups, Rewards, RowPlace, Trajectories
 from replay_lib.analysis.signals.view import View
 
 MOST_TOLD = 5

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from replay_lib.analysis.signals.summary import QUANTILES, Distribution, Histogram
+from replay_lib.analysis.signals.figures import QUANTILES, Distribution, Histogram
 
 EXACT = 1 << 20
 ERROR = 2.0**-12  # half of a bin's width, 2**-11 of the value

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from replay_lib.analysis.signals.summary import Advantages, Outlier, RankAdvantages, Ratio
+from replay_lib.analysis.signals.figures import Ratio
+from replay_lib.analysis.signals.summary import Advantages, Outlier, RankAdvantages
 from replay_lib.report.figures.drawing import (
     BLUE,
     GREEN,

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay_lib.analysis.signals import stream
+from replay_lib.analysis.signals.figures import QUANTILES, Distribution
 from replay_lib.analysis.signals.stream import ERROR, Bins, Stream
-from replay_lib.analysis.signals.summary import QUANTILES, Distribution
 
 VALUES = st.lists(st.floats(width=32, allow_nan=True, allow_infinity=True), max_size=60)
 
