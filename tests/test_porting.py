@@ -172,6 +172,7 @@ def test_the_commands_tell_what_they_wrote(
         "portable": True,
         "files": len(written),
         "bytes": sum(path.stat().st_size for path in written),
+        "cleared": [],
     }
     shown: Any = Ran(capsys, "show", tmp_path / "portable", "--json").document
     assert (shown["portable"], shown["step"]) == (True, 85)

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
-
 from replay_lib import __version__
 from replay_lib.report import view
 from replay_lib.report.facts import Facts
@@ -19,6 +16,10 @@ def render_page(facts: Facts, plots: Sequence[Shown] | None = None) -> str:
 
     ``plots`` where somebody drew them already.
     """
+    # here, since a node that only replays needs neither
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
     environment = Environment(
         loader=PackageLoader("replay_lib.report"),
         autoescape=True,
