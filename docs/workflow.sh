@@ -18,11 +18,13 @@ spike-replay find "$JOB" --outputs "$OUTPUTS" --logs
 found=$(spike-replay find "$JOB" --outputs "$OUTPUTS" --json | python3 -c '
 import json, sys
 snapshots = [s for s in json.load(sys.stdin)["snapshots"] if s["complete"]]
-print(max(snapshots, key=lambda s: s["ratio"] or 0)["path"])')
+ratio = lambda s: s["ratio"] if isinstance(s["ratio"], float) else 0  # may be unknown
+best = max(snapshots, key=ratio)
+print(best["path"] or best["preserved"])')
 
 # a copy that no rotation reaches; everything else looks at that
 snapshot="$(dirname "$(dirname "$found")")/spike_snapshots-active/$(basename "$found")"
-spike-replay preserve "$found"
+if [ "$found" != "$snapshot" ]; then spike-replay preserve "$found"; fi
 spike-replay doctor "$snapshot"
 
 # is the step reproduced, and what do its data say?
