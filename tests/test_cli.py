@@ -15,6 +15,7 @@ import pytest
 from cli_ran import Ran
 
 from replay_lib import errors, run
+from replay_lib.cli.views import _model_values
 from replay_lib.exit_codes import MEANINGS, ExitCode
 from replay_lib.methods import load_methods
 from replay_lib.record import ledger
@@ -71,6 +72,10 @@ def test_show_tells_what_the_snapshot_states(spike_replay: Any) -> None:
     assert "sealed_files            16" in text.out
     assert "provenance              evidence=mechanism, trainer=AXRL at commit" in text.out
     assert "dp rank 1" in text.out
+
+
+def test_show_tells_of_no_differences_where_there_are_none() -> None:
+    assert _model_values([]) == {}
 
 
 def test_methods_lists_all_registered(spike_replay: Any, monkeypatch: Any, tmp_path: Path) -> None:

@@ -98,7 +98,9 @@ def _model_values(differences: Any) -> dict[str, Any]:
             lines[f"model ({one.kind})"].append(one.told())
     harmless = [d.field for d in found if not d.matters]
     told: dict[str, Any] = {kind: "; ".join(texts) for kind, texts in lines.items()}
-    return told | {"model (same step)": f"set otherwise here: {', '.join(harmless)}"}
+    if harmless:
+        told["model (same step)"] = f"set otherwise here: {', '.join(harmless)}"
+    return told
 
 
 def _joined(values: Mapping[str, Any]) -> str:

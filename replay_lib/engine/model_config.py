@@ -239,7 +239,8 @@ def refused_fields(fields: Mapping[str, Any]) -> list[str]:
     if fields.get("position_embedding_type", "rope") not in ("rope", "none"):
         found.append(f"model.position_embedding_type={fields['position_embedding_type']!r}")
     if activation_name(fields) not in ACTIVATIONS:
-        found.append(f"model.activation_func={fields.get('activation_func')!r}")
+        known = ", ".join(ACTIVATIONS)
+        found.append(f"model.activation_func={fields.get('activation_func')!r} (only {known})")
     needed = ("num_layers", "hidden_size", "num_attention_heads")
     missing = [k for k in needed if fields.get(k) is None]
     return found + [f"a model section without {k}" for k in missing]

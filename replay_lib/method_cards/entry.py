@@ -86,13 +86,19 @@ def render_card(
     bodies = {
         "Description": "\n\n".join(filter(None, [summary, rest])),
         "Status": words.get(status, ""),
-        "Published evidence": "None: it was recorded from a task of this repository.",
+        "Published evidence": _evidence(method),
         "Patch": patch_block(code),
         "Our results": f"{BLOCK_START}\n{ELSEWHERE}\n{BLOCK_END}",
     }
     parts = [f"# {title[0].upper()}{title[1:]}", declared.line()]
     parts += [f"## {section}\n\n{bodies[section]}" for section in SECTIONS]
     return "\n\n".join(parts) + "\n"
+
+
+def _evidence(method: Mitigation) -> str:
+    source = "" if method.family == "user" else escaped(method.source.strip())  # else its file
+    recorded = "it was recorded from a task of this repository."
+    return f"Its source, as declared: {source}; {recorded}" if source else f"None: {recorded}"
 
 
 def _role(snapshot: str) -> str:

@@ -61,7 +61,8 @@ def release(
     reasons = [*_unfinished(place, tasks), *referring(place, cases)]
     if reasons:
         told = "".join(f"\n  {reason}" for reason in reasons)
-        raise UsageError(f"{place}: it is not released, for {len(reasons)} reasons:{told}")
+        count = "1 reason" if len(reasons) == 1 else f"{len(reasons)} reasons"
+        raise UsageError(f"{place}: it is not released, for {count}:{told}")
     freed = _freed(place, manifest)
     with locked(place):
         try:
@@ -122,7 +123,9 @@ def _unfinished(place: Path, tasks: Sequence[Task]) -> Iterator[str]:
             yield f"the task {task.job} is not finished: spike-replay task finish {task.job}"
         reports = [event for event in since if event.kind == "reported"]
         if not reports:
-            yield f"the report of task {task.job} is not written: spike-replay report {task.job}"
+            before = any(event.kind == "reported" for event in events)
+            how = "older than its last preserve" if before else "not written"
+            yield f"the report of task {task.job} is {how}: spike-replay report {task.job}"
         elif not _is_there(reports[-1], task):
             yield f"the report of task {task.job} is gone: spike-replay report {task.job}"
         for run in _at_work(events):

@@ -115,7 +115,7 @@ class Facts:
     def usable(self) -> str | None:
         """The snapshot to name on a command line: its preserved copy where there is one."""
         kept = [p for p in self.preserved if p not in self.released]
-        return kept[-1] if kept else self.snapshot
+        return self.snapshot if self.snapshot in kept or not kept else kept[-1]
 
     @property
     def last(self) -> datetime | None:
@@ -152,7 +152,7 @@ def facts_of(job: str, ledger: Path, events: Sequence[Event]) -> Facts:
         snapshots=_snapshots(told),
         sources=_texts(preserved, "snapshot"),
         preserved=_texts(preserved, "preserved"),
-        released=_texts([e for e in told if e.kind == "released"], "preserved"),
+        released=_released(told),
         found=_listed(found, "snapshots"),
         warnings=_listed(found, "spikes_in_logs"),
         attempts=tuple(_attempts(history, hosts)),
@@ -221,14 +221,28 @@ def _signals(history: History) -> tuple[Signals | None, str | None]:
 
 
 def _snapshots(events: Iterable[Event]) -> tuple[str, ...]:
-    """Every snapshot that something was done with, the one that was used last at the end."""
-    order: dict[str, None] = {}
+    """Every snapshot that something was done with: those preserved alone, then those used last."""
+    kept: dict[str, None] = {}
+    used: dict[str, None] = {}
     for event in events:
         if event.kind in ("preserved", "started", "analyzed") and event.data.get("snapshot"):
             path = str(event.data["snapshot"])
+            order = kept if event.kind == "preserved" else used
             order.pop(path, None)
             order[path] = None
-    return tuple(order)
+    return (*(path for path in kept if path not in used), *used)
+
+
+def _released(events: Iterable[Event]) -> tuple[str, ...]:
+    """The copies that are gone: released, and not preserved again after that."""
+    gone: dict[str, None] = {}
+    for event in events:
+        path = str(event.data.get("preserved"))
+        if event.kind == "released":
+            gone[path] = None
+        elif event.kind == "preserved":
+            gone.pop(path, None)
+    return tuple(gone)
 
 
 def _texts(events: Iterable[Event], key: str) -> tuple[str, ...]:

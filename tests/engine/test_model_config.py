@@ -65,6 +65,11 @@ def test_what_is_not_modelled_is_refused_by_name(fields, field, value):
     assert f"model.{field}={value!r}" in str(caught.value)
 
 
+def test_of_an_unknown_activation_those_that_are_known_are_told(fields):
+    with pytest.raises(UnsupportedModelError, match=r"'silu' \(only torch\.nn\.functional\.silu, "):
+        model_config(fields | {"activation_func": "silu"})
+
+
 def test_every_refusal_is_told_at_once(fields):
     with pytest.raises(UnsupportedModelError) as caught:
         model_config(fields | {"fp8": "hybrid", "mtp_num_layers": 2, "num_layers": None})

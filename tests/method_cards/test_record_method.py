@@ -112,6 +112,7 @@ def test_a_function_of_ones_own_gets_a_card_whose_code_runs(tmp_path, monkeypatc
     exec(compile(card.code[0], "card", "exec"), names)
     assert names["patch"].seam == "batch"
     assert "In nats, on loss tokens > elsewhere | nowhere." in card.text
+    assert "None: it was recorded from a task of this repository." in card.text
     assert index_is_generated(cards)
     assert (
         "| [stay-near](stay-near.md) | user     | batch   | `factor=0.5` | proven   |"
@@ -257,6 +258,7 @@ def test_a_method_from_a_directory_gets_a_card_too(tmp_path, monkeypatch):
     record_method(task, wish, options, cards, lambda: None)
     card = read_cards(cards)["stay-close"]
     assert card.code[0].endswith("(patch,) = stay_close.patches()\n")
+    assert "Its source, as declared: mine; it was recorded from a task" in card.text
     assert "Close \\| by." in (cards / INDEX).read_text()
 
 

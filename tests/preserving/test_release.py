@@ -93,7 +93,11 @@ def test_every_reason_is_told_at_once(kept: Preserved, tmp_path: Path) -> None:
 def test_work_that_came_after_the_last_report_is_new_work(kept: Preserved) -> None:
     finish()
     ledger.append(TASK, "preserved", preserved=str(kept.path))
-    with pytest.raises(UsageError, match="for 2 reasons"):
+    with pytest.raises(UsageError, match="for 2 reasons") as caught:
+        release(kept.path)
+    assert "the report of task job-a is older than its last preserve: spike-" in str(caught.value)
+    ledger.append(TASK, "finished", text="done")
+    with pytest.raises(UsageError, match="for 1 reason:"):
         release(kept.path)
     finish()
     TASK.report.unlink()

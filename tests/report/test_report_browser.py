@@ -53,7 +53,14 @@ frame.onload = () => {
       if (r.left < box.left - 2 || r.right > box.right + 2) outside.push(text.textContent);
     }
   }
+  const broken = [...inside.querySelectorAll("td, th")].filter(cell => {
+    const text = cell.textContent.trim(), range = inside.createRange();
+    range.selectNodeContents(cell);
+    const lines = new Set([...range.getClientRects()].map(r => Math.round(r.bottom)));
+    return /^[\\w.]{2,9}$/.test(text) && cell.children.length === 0 && lines.size > 1;
+  }).map(cell => cell.textContent.trim());
   document.querySelector("pre").textContent = JSON.stringify({
+    broken,
     width, scroll: root.scrollWidth,
     plots: seen.map(s => ({
       name: s.closest("figure").id, shapes: shapes(s), width: s.getBoundingClientRect().width})),
@@ -121,6 +128,7 @@ def test_every_plot_is_drawn_and_nothing_scrolls_sideways(rendered, tmp_path, wi
         one["shapes"] > 5 and one["width"] > 0.75 * min(width, 1000) for one in told["plots"]
     )
     assert told["outside"] == []
+    assert told["broken"] == []  # short words of tables, over two lines
     assert told["smallest"] >= 9  # pixels: the height of a line of text
 
 

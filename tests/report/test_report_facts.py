@@ -98,6 +98,15 @@ def test_the_released_copy_is_not_named_on_command_lines(tmp_path):
     assert (facts(task).usable, facts(task).released) == (COPY, (COPY,))
     ledger.append(task, "analyzed", snapshot=SNAPSHOT, signals=None)
     assert facts(task).usable == SNAPSHOT
+    ledger.append(task, "preserved", snapshot=SNAPSHOT, preserved=COPY)
+    assert (facts(task).usable, facts(task).released) == (COPY, ())
+
+
+def test_a_snapshot_preserved_after_a_replay_is_not_the_selected_one(tmp_path):
+    task = full_task(tmp_path)
+    ledger.append(task, "preserved", snapshot=f"{SNAPSHOT}0", preserved=f"{COPY}0")
+    assert facts(task).snapshot == facts(task).usable == COPY
+    assert f"{SNAPSHOT}0" in facts(task).snapshots
 
 
 def test_the_history_knows_every_step_once_and_the_replay_has_the_last_word(tmp_path):

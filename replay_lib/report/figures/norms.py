@@ -42,8 +42,9 @@ OTHER = ("|", MUTED)
 def history_plot(points: Sequence[Point]) -> Plot:
     """Norms by step (logarithmic) with median, target and detector where they are known."""
     last = points[-1]
-    told = "" if last.ratio is None else f", {last.ratio:.3g} times the median of the steps before"
-    alt = f"{len(points)} known steps; step {last.step} has the norm {last.norm:.4g}{told}."
+    judged = next((p for p in reversed(points) if p.target is not None), last)
+    times = "" if judged.ratio is None else f", {judged.ratio:.3g} times the median before it"
+    alt = f"{len(points)} known steps; step {judged.step} has the norm {judged.norm:.4g}{times}."
 
     def draw(figure: Figure, size: Size) -> None:
         axes = axes_of(figure)
@@ -64,17 +65,17 @@ def history_plot(points: Sequence[Point]) -> Plot:
                 ha="right" if p is last and len(points) > 1 else "center",
                 color=RED,
             )
-        _thresholds(axes, last)
+        _thresholds(axes, judged)
         _scale(axes, points, size)
 
     return plot("history", "Gradient norm by step", alt, draw=draw, height=250)
 
 
 def _thresholds(axes: Axes, last: Point) -> None:
-    """Horizontal lines at the last step's median, target and detector."""
+    """Horizontal lines at the median before one step, and at its target and detector."""
     if last.median is None:
         return
-    lines = [(1.0, "median of the steps before", MUTED, "-")]
+    lines = [(1.0, f"median of the steps before {last.step}", MUTED, "-")]
     if last.target is not None:
         lines.append((last.target, f"target: {last.target:g} x median", GREEN, "--"))
     if last.detector is not None:
