@@ -80,20 +80,32 @@ def _directory(path: Path) -> Path:
         raise IncompleteSnapshotError(
             fault(path, None, "no such directory", "a snapshot directory (iter_*)")
         )
-    with os.scandir(path) as entries:
-        names = [entry.name for entry in entries if entry.name.startswith("iter_")]
-    inside = sorted(name for name in names if layout.step_of(Path(name)) is not None)
+    inside = [name for root in _ROOTS for name in _snapshots_in(path, root)]
     if inside:
-        raise SnapshotError(
-            fault(
-                path,
-                None,
-                f"{len(inside)} snapshots",
-                "one snapshot",
-                f"Name one of: {', '.join(inside)}.",
-            )
-        )
+        found = "1 snapshot in it" if len(inside) == 1 else f"{len(inside)} snapshots in it"
+        then = f"Name one of: {', '.join(inside)}."
+        raise SnapshotError(fault(path, None, found, "one snapshot's own directory", then))
     return path
+
+
+#: Where snapshots lie in a root of them, in the directory above it, and in an output directory.
+_ROOTS = (
+    Path(),
+    *(
+        Path(above, root)
+        for above in ("", layout.CHECKPOINTS)
+        for root in (layout.SNAPSHOT_ROOT, layout.PRESERVED_ROOT)
+    ),
+)
+
+
+def _snapshots_in(path: Path, root: Path) -> list[str]:
+    """Snapshots directly below ``path / root``, named as seen from ``path``."""
+    if not (path / root).is_dir():
+        return []
+    with os.scandir(path / root) as entries:
+        names = [entry.name for entry in entries if entry.name.startswith("iter_")]
+    return sorted(str(root / name) for name in names if layout.step_of(Path(name)) is not None)
 
 
 def _read_metadata(directory: Path) -> tuple[dict[str, Any], Path, bool]:

@@ -86,7 +86,7 @@ def test_what_is_no_snapshot_is_an_error_of_the_command(tmp_path: Path) -> None:
     with pytest.raises(IncompleteSnapshotError, match="no such directory"):
         examine(tmp_path / "nowhere")
     (tmp_path / "iter_0000001").mkdir()
-    with pytest.raises(SnapshotError, match="1 snapshots"):
+    with pytest.raises(SnapshotError, match="1 snapshot in it"):
         examine(tmp_path)
 
 

@@ -111,8 +111,23 @@ def test_the_directory_of_many_snapshots_is_told_apart(plain: Path) -> None:
     with pytest.raises(SnapshotError) as caught:
         open_snapshot(plain.parent)
     assert str(caught.value) == (
-        f"{plain.parent}: found 1 snapshots, expected one snapshot. Name one of: iter_0000085."
+        f"{plain.parent}: found 1 snapshot in it, expected one snapshot's own directory. "
+        "Name one of: iter_0000085."
     )
+
+
+def test_in_an_output_directory_the_snapshots_are_named(tmp_path: Path) -> None:
+    kept = ("spike_snapshots/iter_0000061", "spike_snapshots-active/iter_0000085")
+    for name in kept:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    for place, above in ((tmp_path, "checkpoints/"), (tmp_path / "checkpoints", "")):
+        with pytest.raises(SnapshotError) as caught:
+            open_snapshot(place)
+        named = ", ".join(f"{above}{name}" for name in kept)
+        assert (
+            f"2 snapshots in it, expected one snapshot's own directory. Name one of: {named}."
+            in (str(caught.value))
+        )
 
 
 def as_legacy(directory: Path, **changes: Any) -> None:
