@@ -21,6 +21,7 @@ Each has a stable ``code`` (used in JSON output) and an ``exit_code`` (used by t
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -133,6 +134,14 @@ def fault(
     place = f"{where}: {field}" if field else f"{where}"
     text = f"{place}: found {found}, expected {expected}"
     return f"{text}. {then}" if then else text
+
+
+def not_allowed(error: PermissionError) -> UsageError:
+    """The error of a file or directory that this user may not read, or not write."""
+    where = "a file" if error.filename is None else os.fsdecode(error.filename)
+    told = repr(error.strerror or str(error))
+    then = "Ask its owner, or take a copy that you may read"
+    return UsageError(fault(where, None, told, "a place that you have the right to use", then))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str | None:

@@ -59,7 +59,7 @@ def iter_dir(step: int) -> str:
 
 def step_of(directory: Path) -> int | None:
     """Step that a directory's name states, or None if it is not a snapshot's name."""
-    match = _ITER.match(directory.name)
+    match = _ITER.fullmatch(directory.name)
     return int(match.group(1)) if match else None
 
 
@@ -68,7 +68,7 @@ def job_and_role(directory: str) -> tuple[str, str] | None:
 
     Of several ``__`` the last one ends the job: a role has none.
     """
-    match = _OUTPUT_DIRECTORY.match(directory)
+    match = _OUTPUT_DIRECTORY.fullmatch(directory)
     return (match.group(1), match.group(2)) if match else None
 
 

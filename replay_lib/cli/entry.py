@@ -17,7 +17,7 @@ import typer
 from replay_lib.cli.commands import app
 from replay_lib.cli.output import print_error, stderr
 from replay_lib.engine.meeting import part
-from replay_lib.errors import SpikeReplayError, UsageError
+from replay_lib.errors import SpikeReplayError, UsageError, not_allowed
 from replay_lib.exit_codes import ExitCode
 from replay_lib.record.task_file import render_stale
 
@@ -73,9 +73,10 @@ def _run(arguments: list[str], *, as_json: bool) -> int:
         code: Any = app(
             args=arguments, prog_name="spike-replay", standalone_mode=False, obj=arguments
         )
-    except SpikeReplayError as error:
-        print_error(error.code, str(error), as_json=as_json)
-        return error.exit_code
+    except (SpikeReplayError, PermissionError) as error:
+        ours = not_allowed(error) if isinstance(error, PermissionError) else error
+        print_error(ours.code, str(ours), as_json=as_json)
+        return ours.exit_code
     except CommandFault as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # the message is the help text
             sys.stderr.write(f"{error}\n")

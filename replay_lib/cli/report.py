@@ -8,6 +8,8 @@ import typer
 
 from replay_lib.cli.arguments import Json
 from replay_lib.cli.output import print_json, stdout
+from replay_lib.cli.units import printable
+from replay_lib.record.markdown import visible_command
 from replay_lib.record.task import Task
 from replay_lib.report.view import headline
 from replay_lib.report.writing import Written, write_report
@@ -29,13 +31,13 @@ def report(
         print_json(_document(written))
         return
     out = stdout()
-    out.print(headline(written.facts), markup=False, soft_wrap=True)
+    out.print(printable(headline(written.facts)), markup=False, soft_wrap=True)
     out.print(f"{written.page}\n{written.text}", markup=False, soft_wrap=True)
     for one in written.plots:
         if one.plot is None:
-            out.print(f"not drawn: {one.title}. {one.why}", markup=False, soft_wrap=True)
+            out.print(printable(f"not drawn: {one.title}. {one.why}"), markup=False, soft_wrap=True)
             if one.command:
-                out.print(f"  {one.command}", markup=False, soft_wrap=True)
+                out.print(f"  {visible_command(one.command)}", markup=False, soft_wrap=True)
 
 
 def _document(written: Written) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def list_tasks(json: Json = False) -> None:
         return
     table = Table(*(name.replace("_", " ") for name in rows[0]), box=None, pad_edge=False)
     for row in rows:
-        table.add_row(*map(str, row.values()))
+        table.add_row(*("-" if value is None else str(value) for value in row.values()))
     stdout().print(table)
 
 
@@ -97,7 +97,11 @@ _NONE = (
 
 
 def _row(one: Task) -> dict[str, object]:
-    history = history_of(ledger.read(one))
+    try:
+        history = history_of(ledger.read(one))
+    except UsageError:  # the others can be listed; why is told at the end, as of every command
+        unknown = dict.fromkeys(("experiments", "failures", "active_snapshots"))
+        return {"job": one.job, "state": "unreadable", **unknown, "last": "-"}
     ends = [attempt.at for attempt in history.attempts] + [c.at for c in history.commands]
     return {
         "job": one.job,

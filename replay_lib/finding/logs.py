@@ -75,9 +75,11 @@ class LogRead:
 
 def logs_in(output: Path) -> list[Path]:
     """Logs in an output directory and one level below it, where the trainer's scripts put them."""
-    level = [output, *(p for p in sorted(output.iterdir()) if p.is_dir() and _may_hold_logs(p))]
-    found = [path for directory in level for path in _logs_right_in(directory)]
-    return sorted(found)
+    try:
+        below = [p for p in output.iterdir() if p.is_dir() and _may_hold_logs(p)]
+    except OSError:
+        return []  # a log in there can still be named
+    return sorted(path for directory in (output, *below) for path in _logs_right_in(directory))
 
 
 def _may_hold_logs(directory: Path) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from replay_lib import layout
-from replay_lib.errors import UsageError, did_you_mean
+from replay_lib.errors import UsageError, did_you_mean, not_allowed
 
 OUTPUTS_VARIABLE = "SPIKE_REPLAY_OUTPUTS"
 DEEPEST = 3  # <output>/<recipe>/checkpoints/spike_snapshots: a trainer's longest default
@@ -235,5 +235,7 @@ def snapshots_in(root: Path) -> list[Path]:
             inside = [root / e.name for e in entries if e.name.startswith("iter_") and e.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
+    except PermissionError as error:
+        raise not_allowed(error) from error
     stepped = [(step, path) for path in inside if (step := layout.step_of(path)) is not None]
     return [path for _, path in sorted(stepped)]

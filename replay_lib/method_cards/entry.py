@@ -162,9 +162,10 @@ def _beside(beside: Beside) -> str:
 
 def _signals(facts: Facts, snapshot: str) -> str:
     """Signs of trouble that are there, or how to look for them."""
-    if facts.signals is None:
+    signals = facts.signals_of(snapshot)
+    if signals is None:
         return f"Key signals: not looked for (spike-replay analyze {escaped(snapshot)})."
-    present = [s for s in facts.signals.signs if s.present]
+    present = [s for s in signals.signs if s.present]
     if not present:
         return "Key signals: none of the known signs of trouble is present."
     lines = [f"- {escaped(s.name)}: {escaped(s.found)}" for s in present]

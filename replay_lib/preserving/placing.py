@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import IO, TypeVar
 from uuid import uuid4
 
 from replay_lib.errors import SnapshotError, fault
@@ -176,7 +176,7 @@ def _copy(origin: Path, stated: SourceFile, target: Path, meter: Meter) -> Kept:
     """One file under its own inode, with the source's time and mode; and its sha256."""
     temporary = target.with_name(f".{uuid4().hex}")
     digest = hashlib.sha256()
-    with origin.open("rb") as read, temporary.open("xb") as write:
+    with _readable(origin, stated.path) as read, temporary.open("xb") as write:
         while block := read.read(BLOCK):
             digest.update(block)
             write.write(block)
@@ -194,6 +194,15 @@ def _copy(origin: Path, stated: SourceFile, target: Path, meter: Meter) -> Kept:
         how="copied",
         sha256=digest.hexdigest(),
     )
+
+
+def _readable(origin: Path, told_as: Path) -> IO[bytes]:
+    """``origin``, opened; SnapshotError where it may not be read."""
+    try:
+        return origin.open("rb")
+    except PermissionError as error:
+        found = repr(error.strerror or str(error))
+        raise SnapshotError(fault(told_as, None, found, "a file that may be read")) from error
 
 
 def _check_same(path: Path, stated: SourceFile, found: os.stat_result) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -40,10 +41,20 @@ def _case_files(directories: Sequence[Path]) -> list[Path]:
     for directory in directories:
         if not directory.is_dir():
             raise UsageError(f"--cases {directory}: found no such directory, expected cases")
-        own = directory / layout.CASE_FILE
-        below = sorted(directory.glob(f"[!.]*/{layout.CASE_FILE}"))
-        found |= dict.fromkeys(path for path in (own, *below) if path.is_file())
+        found |= dict.fromkeys(sorted(_below(directory)))
     return list(found)
+
+
+def _below(directory: Path) -> Iterator[Path]:
+    """Case files at any depth, as pytest collects them; links to directories are followed."""
+    seen: set[Path] = set()
+    for above, names, files in os.walk(directory, followlinks=True):
+        place = Path(above)
+        known = place.resolve() in seen  # a loop of links
+        seen.add(place.resolve())
+        names[:] = [] if known else [n for n in names if not n.startswith(".")]
+        if layout.CASE_FILE in files and not known:
+            yield place / layout.CASE_FILE
 
 
 def _is_in(path: Path, place: Path) -> bool:

@@ -52,8 +52,9 @@ def release(
     case below one of ``cases`` refers to it. SnapshotError where ``preserved`` was not made by
     ``preserve``. It is renamed first: a kill leaves it preserved or gone.
     """
-    place = Path(preserved).absolute()
-    cleared = tuple(clear_leftovers(place.parent))
+    place = _place(Path(preserved))
+    ours = layout.is_preserved_root(place.parent)  # a trainer's own directory is never written to
+    cleared = tuple(clear_leftovers(place.parent)) if ours else ()
     if not place.exists():
         return _gone_before(place, task, root, cleared)
     manifest = _own(place)
@@ -80,6 +81,11 @@ def release(
         freed=freed,
         cleared=cleared,
     )
+
+
+def _place(given: Path) -> Path:
+    """Where it lies, whatever links and ``..`` lead there; what is a link itself stays one."""
+    return given.parent.resolve() / given.name if given.name not in ("", "..") else given.resolve()
 
 
 def _own(place: Path) -> Manifest:
@@ -110,7 +116,9 @@ def _preserved_at(events: Sequence[Event], place: Path) -> int:
 
 
 def _is_of(event: Event, place: Path) -> bool:
-    return event.data.get("preserved") == str(place)
+    """Whether ``event`` tells of ``place``, whatever links its name led through."""
+    told = event.data.get("preserved")
+    return isinstance(told, str) and _place(Path(told)) == place
 
 
 def _unfinished(place: Path, tasks: Sequence[Task]) -> Iterator[str]:
@@ -191,4 +199,7 @@ def _gone_before(place: Path, named: str | None, root: Path, cleared: tuple[Path
 def _tell_ledgers(place: Path, tasks: Sequence[Task]) -> None:
     run = ledger.new_run()
     for task in tasks:
-        ledger.append(task, "released", run=run, preserved=str(place))
+        events = ledger.read(task)
+        at = _preserved_at(events, place)
+        told = str(place) if at < 0 else events[at].data["preserved"]  # the name that it has there
+        ledger.append(task, "released", run=run, preserved=told)

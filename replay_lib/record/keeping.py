@@ -13,7 +13,7 @@ from typing import Any
 
 from replay_lib import layout
 from replay_lib.case import Case
-from replay_lib.errors import SnapshotError, SpikeReplayError, UsageError, fault
+from replay_lib.errors import SnapshotError, SpikeReplayError, UsageError, fault, not_allowed
 from replay_lib.exit_codes import ExitCode
 from replay_lib.record import ledger
 from replay_lib.record.refusal import Refusal
@@ -278,6 +278,8 @@ def told(error: BaseException) -> tuple[str, int, str]:
     """Code, exit code and message of whatever ended a command."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", ExitCode.INTERRUPTED, "interrupted from the keyboard"
+    if isinstance(error, PermissionError):
+        error = not_allowed(error)
     code, exit_code = getattr(error, "code", None), getattr(error, "exit_code", None)
     if isinstance(code, str) and isinstance(exit_code, int):
         return code, exit_code, str(error)

@@ -54,7 +54,11 @@ LOCK_SECONDS = 60  # an append takes milliseconds; a minute of waiting means a s
 
 
 class Event(Frozen):
-    """One line. ``at`` is UTC with a time zone, ``run`` joins the events of one command."""
+    """One line. ``at`` is UTC with a time zone, ``run`` joins the events of one command.
+
+    ``at`` is never before that of the event above it when it was written: events are told in the
+    order of their time, and clocks differ between hosts, or are set back.
+    """
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
     at: AwareDatetime
@@ -84,11 +88,19 @@ def append(task: Task, kind: str, *, run: str | None = None, **data: Any) -> Eve
         kind=kind,
         data=data,
     )
-    line = json.dumps(event.model_dump(mode="json", by_alias=True), allow_nan=False) + "\n"
+    _line(event)  # what is no JSON is told before anything is locked
     with _open(task.ledger) as file:
         _cut_unfinished(file)
-        _write_whole(file, line.encode("utf-8"))
+        before = _last_time(file)
+        if before is not None and before > event.at:
+            event = event.model_copy(update={"at": before})
+        _write_whole(file, _line(event))
     return event
+
+
+def _line(event: Event) -> bytes:
+    text = json.dumps(event.model_dump(mode="json", by_alias=True), allow_nan=False)
+    return f"{text}\n".encode()
 
 
 def read(task: Task) -> tuple[Event, ...]:
@@ -104,8 +116,8 @@ def read(task: Task) -> tuple[Event, ...]:
     except OSError as error:
         told = repr(error.strerror or str(error))
         raise UsageError(fault(file, None, told, "a ledger that can be read")) from error
-    whole = content[: content.rfind(b"\n") + 1].splitlines()
-    return tuple(_parse(file, number, line) for number, line in enumerate(whole, start=1))
+    whole = enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1)
+    return tuple(_parse(file, number, line) for number, line in whole if line.strip())
 
 
 def tasks(root: Path = Path()) -> list[Task]:
@@ -155,10 +167,35 @@ def _cut_unfinished(file: int) -> None:
     os.ftruncate(file, content.rfind(b"\n") + 1)
 
 
+def _last_time(file: int) -> datetime | None:
+    """When the last event was written; None where there is none, or none that can be read."""
+    size, block = os.fstat(file).st_size, 1 << 16
+    while True:
+        start = max(size - block, 0)
+        tail = os.pread(file, size - start, start).rstrip()
+        if start == 0 or b"\n" in tail:
+            break
+        block *= 4
+    try:
+        return Event.model_validate_json(tail.rpartition(b"\n")[2]).at
+    except ValidationError:
+        return None
+
+
 def _parse(file: Path, number: int, line: bytes) -> Event:
+    place, then = f"line {number}", "Mend that line, or take it out"
     try:
         raw: Any = json.loads(line)
         return Event.model_validate(raw)
-    except (ValueError, ValidationError) as error:
-        told = str(error).splitlines()[0]
-        raise UsageError(fault(file, f"line {number}", told, "one event of a ledger")) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        place += "".join(f": {part}" for part in first["loc"])
+        found = f"{first['input']!r:.80}"
+        if first["loc"] == ("schema",) and isinstance(first["input"], int):
+            then = "A newer version of this package wrote it: take that one"
+        raise UsageError(
+            fault(file, place, found, f"one event of a ledger ({first['msg']})", then)
+        ) from error
+    except (ValueError, RecursionError) as error:
+        found = f"what is no JSON ({str(error).splitlines()[0]:.80})"
+        raise UsageError(fault(file, place, found, "one event of a ledger", then)) from error

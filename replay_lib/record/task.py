@@ -31,7 +31,7 @@ class Task:
     root: Path = Path()
 
     def __post_init__(self) -> None:
-        if not _JOB.match(self.job):
+        if not _JOB.fullmatch(self.job):
             raise UsageError(
                 f"task {self.job!r:.80}: expected a job's name, of letters, digits and . _ + = @ -"
             )

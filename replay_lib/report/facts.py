@@ -69,8 +69,8 @@ class Facts:
     """All that is reported. ``attempts`` and the rest are oldest first.
 
     ``outputs``, ``snapshots`` and ``preserved`` (copies, of ``sources``) are paths as written;
-    ``signals`` is the last readable summary of ``analyze``, ``signals_fault`` why the last one
-    could not be read.
+    ``analyzed`` are the last readable summaries of ``analyze``, by :func:`same_step`, ``faulty``
+    why the last one of a snapshot could not be read.
     """
 
     job: str
@@ -85,8 +85,8 @@ class Facts:
     warnings: tuple[Mapping[str, Any], ...]
     attempts: tuple[Attempt, ...]
     failures: tuple[Failure, ...]
-    signals: Signals | None
-    signals_fault: str | None
+    analyzed: Mapping[str, Signals]
+    faulty: Mapping[str, str]
     observations: tuple[Said, ...]
     next_steps: tuple[Said, ...]
     methods: tuple[Method, ...]
@@ -112,10 +112,29 @@ class Facts:
         return self.snapshots[-1] if self.snapshots else None
 
     @property
+    def signals(self) -> Signals | None:
+        """Those of the selected snapshot: what another step's data say is not told of this one."""
+        return self.signals_of(self.snapshot)
+
+    @property
+    def signals_fault(self) -> str | None:
+        """Why its last summary could not be read."""
+        return None if self.snapshot is None else self.faulty.get(same_step(self.snapshot))
+
+    def signals_of(self, snapshot: str | None) -> Signals | None:
+        """The last readable summary of ``snapshot``, or of the copy or the source of it."""
+        return None if snapshot is None else self.analyzed.get(same_step(snapshot))
+
+    @property
     def usable(self) -> str | None:
         """The snapshot to name on a command line: its preserved copy where there is one."""
+        if self.snapshot is None:
+            return None
+        told = [e.data for e in self.events if e.kind == "preserved"]
+        own = {str(one.get("preserved")) for one in told if one.get("snapshot") == self.snapshot}
         kept = [p for p in self.preserved if p not in self.released]
-        return self.snapshot if self.snapshot in kept or not kept else kept[-1]
+        mine = [p for p in kept if p in own or same_step(p) == same_step(self.snapshot)]
+        return mine[-1] if mine else self.snapshot
 
     @property
     def last(self) -> datetime | None:
@@ -141,7 +160,7 @@ def facts_of(job: str, ledger: Path, events: Sequence[Event]) -> Facts:
     told = tuple(event for event in events if event.kind not in _NOT_TOLD)
     history = history_of(told)
     hosts = {event.run: event.host for event in told}
-    signals, signals_fault = _signals(history)
+    analyzed, faulty = _analyzed(history)
     preserved = [e for e in told if e.kind == "preserved"]
     found = [e for e in told if e.kind == "found"]
     return Facts(
@@ -157,8 +176,8 @@ def facts_of(job: str, ledger: Path, events: Sequence[Event]) -> Facts:
         warnings=_listed(found, "spikes_in_logs"),
         attempts=tuple(_attempts(history, hosts)),
         failures=tuple(_failures(history, hosts)),
-        signals=signals,
-        signals_fault=signals_fault,
+        analyzed=analyzed,
+        faulty=faulty,
         observations=history.observations,
         next_steps=history.next_steps,
         methods=tuple(
@@ -209,15 +228,24 @@ def tally(results: Iterable[Result]) -> list[tuple[Verdict, int]]:
     return sorted(counts.items(), key=lambda pair: pair[0].rank)
 
 
-def _signals(history: History) -> tuple[Signals | None, str | None]:
-    """The last summary that can be read; None and why where the last one cannot."""
-    found, wrong = None, None
+def _analyzed(history: History) -> tuple[dict[str, Signals], dict[str, str]]:
+    """Of each snapshot the last summary that can be read, and why where the last one cannot."""
+    found: dict[str, Signals] = {}
+    wrong: dict[str, str] = {}
     for event in history.analyzed:
+        place = same_step(str(event.data.get("snapshot")))
         try:
-            found, wrong = Signals.model_validate(event.data.get("signals")), None
+            found[place] = Signals.model_validate(event.data.get("signals"))
+            wrong.pop(place, None)
         except ValidationError as error:
-            wrong = str(error).splitlines()[0]
+            wrong[place] = str(error).splitlines()[0]
     return found, wrong
+
+
+def same_step(snapshot: str) -> str:
+    """One name for a trainer's snapshot and for its preserved copy: the path of the first."""
+    path = Path(snapshot)
+    return str(layout.source_root(path.parent) / path.name)
 
 
 def _snapshots(events: Iterable[Event]) -> tuple[str, ...]:

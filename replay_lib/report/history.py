@@ -35,8 +35,8 @@ def history_of(facts: Facts) -> list[Point]:
         _add(points, warned.get("step"), _read(warned.get("norm")))
     for seen in facts.found:
         _add(points, seen.get("step"), seen.get("grad_norm_preclip"), seen.get("grad_norm_median"))
-    if facts.signals is not None:
-        norms = facts.signals.norms
+    for signals in facts.analyzed.values():
+        norms = signals.norms
         for step, norm in norms.history:
             _add(points, step, norm)
         thresholds = (norms.spike_ratio, norms.target_ratio)

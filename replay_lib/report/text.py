@@ -60,7 +60,7 @@ def _replay(facts: Facts) -> Iterator[str]:
     yield "## Replay of the recorded step"
     if not facts.baselines:
         yield "The step was not replayed, so nothing is known of full fidelity. This would do it:"
-        yield f"    {command_on(facts, 'replay')}"
+        yield _command(command_on(facts, "replay"))
         return
     for one in facts.baselines:
         means = escaped(view.fidelity(one))
@@ -89,7 +89,7 @@ def _signs(facts: Facts) -> Iterator[str]:
     yield "## Signs of trouble in the batch"
     if facts.signals is None:
         yield "The batch was not analyzed. This would do it:"
-        yield f"    {command_on(facts, 'analyze')}"
+        yield _command(command_on(facts, "analyze"))
         return
     words = {True: "**present**", False: "absent", None: "not looked for"}
     lines = [
@@ -120,7 +120,12 @@ def _notes(facts: Facts) -> Iterator[str]:
     yield _listed(facts.next_steps) or ("" if facts.finished else "None is written down.")
     if facts.commands:
         yield "## Commands"
-        yield "\n".join(f"    {' '.join(command.split())}" for command in facts.commands)
+        yield "\n".join(_command(" ".join(command.split())) for command in facts.commands)
+
+
+def _command(text: str) -> str:
+    """A line of code, whatever is in the paths that it names."""
+    return f"    {markdown.visible_command(text)}"
 
 
 def _listed(notes: Sequence[Said]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from replay_lib import layout
-from replay_lib.errors import IncompleteSnapshotError, SnapshotError, fault
+from replay_lib.errors import IncompleteSnapshotError, SnapshotError, fault, not_allowed
 from replay_lib.snapshot.documents import COPY_AGAIN, file_sizes, missing, read_json
 from replay_lib.snapshot.imported import read_imported
 from replay_lib.snapshot.model import (
@@ -42,7 +42,13 @@ def open_snapshot(path: str | Path) -> Snapshot:
     SnapshotError where a file says something it cannot, or where the files of a preserved snapshot
     are no longer those that were preserved.
     """
-    directory = _directory(Path(path))
+    try:
+        return _opened(_directory(Path(path)))
+    except PermissionError as error:
+        raise SnapshotError(str(not_allowed(error))) from error
+
+
+def _opened(directory: Path) -> Snapshot:
     check_preserved(directory)
     if layout.is_portable(directory):
         from replay_lib.snapshot.portable.opening import open_portable
@@ -198,6 +204,8 @@ def _check_whole(path: Path, why: str) -> None:
     """The table at the end of a torch file is its last write: without it the file is cut short."""
     if not path.is_file():
         raise missing(path, why)
+    with path.open("rb"):  # one that may not be read is no zip file to the next line
+        pass
     if not zipfile.is_zipfile(path):
         found = f"{path.stat().st_size} bytes without the table that ends a whole file"
         raise IncompleteSnapshotError(fault(path, None, found, why, f"{COPY_AGAIN}."))

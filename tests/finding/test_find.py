@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_ran import Ran
@@ -230,3 +232,27 @@ def test_a_norm_that_is_no_number_is_strict_json(
     file.write_text(json.dumps(value))
     ran = Ran(capsys, "find", str(output), "--json")
     assert ran.document["snapshots"][0]["grad_norm_preclip"] == "NaN"
+
+
+def test_what_may_not_be_read_is_told_as_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = make_output(tmp_path, "x~job-a__actor", [85])
+    closed: list[Path] = []
+    scan = os.scandir
+
+    def scandir(path: Path | str) -> Any:
+        if Path(path) in closed:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    monkeypatch.chdir(tmp_path)
+    closed[:] = [root_of(output)]
+    for command in ("find", "preserve"):
+        ran = Ran(capsys, command, output)
+        assert ran.code == 2 and "Permission denied" in ran.err
+    closed[:] = [root_of(output) / "iter_0000085"]
+    ran = Ran(capsys, "preserve", output)
+    assert ran.code == 3 and "Permission denied" in ran.err
+    assert "Permission denied" in find(str(output)).rows[0].why

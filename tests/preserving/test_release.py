@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from replay_lib.errors import SnapshotError, UsageError
 from replay_lib.porting import export_case
 from replay_lib.preserving import Preserved, preserve, release
 from replay_lib.record import ledger
+from replay_lib.record.history import history_of
 from replay_lib.record.task import Task
 
 TASK = Task("job-a")
@@ -193,3 +195,38 @@ def test_the_command(kept: Preserved, capsys: pytest.CaptureFixture[str], tmp_pa
     shutil.rmtree(tmp_path / "spike_cases")
     ran = Ran(capsys, "release", kept.path, "--json")
     assert (ran.code, ran.document["released"]) == (0, str(kept.path))
+
+
+def test_another_spelling_of_its_path_is_the_same_snapshot(kept: Preserved, tmp_path: Path) -> None:
+    finish()
+    ledger.append(TASK, "preserved", preserved=str(kept.path))  # after the report
+    ledger.append(TASK, "finished", text="done")
+    (tmp_path / "alias").symlink_to(tmp_path / "x~job-a__actor")
+    below = kept.path.relative_to(tmp_path / "x~job-a__actor")
+    for spelled in (
+        tmp_path / "alias" / below,
+        tmp_path / "x~job-a__actor" / ".." / "alias" / below,
+    ):
+        with pytest.raises(UsageError, match="the report of task job-a is older than"):
+            release(spelled)
+    finish()
+    release(tmp_path / "alias" / below)
+    assert ledger.read(TASK)[-1].data == {"preserved": str(kept.path)}
+    assert history_of(ledger.read(TASK)).active == ()
+
+
+def test_a_trainers_directory_is_not_even_cleared(kept: Preserved) -> None:
+    left = kept.source.parent / f".iter_0000099.{socket.gethostname()}-abcdefgh.part"
+    left.mkdir()
+    with pytest.raises(SnapshotError, match="preserve did not make"):
+        release(kept.source)
+    assert left.is_dir()
+
+
+def test_a_case_at_any_depth_refers_to_it(kept: Preserved, tmp_path: Path) -> None:
+    finish()
+    deep = tmp_path / "cases" / "family" / "one"
+    make_case(deep, os.path.relpath(kept.path, deep))
+    (tmp_path / "cases" / "family" / "loop").symlink_to(tmp_path / "cases")
+    with pytest.raises(UsageError, match="family/one refers to it"):
+        release(kept.path, cases=[tmp_path / "cases"])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from replay_lib.errors import UsageError
 from replay_lib.record import ledger
+from replay_lib.record.history import history_of
 from replay_lib.record.task import Task
 
 
@@ -40,8 +42,55 @@ def test_a_line_that_is_no_event_is_named(tmp_path: Path) -> None:
     task = Task("job", tmp_path)
     ledger.append(task, "observation", text="first")
     task.ledger.write_bytes(task.ledger.read_bytes() + b"{}\n")
-    with pytest.raises(UsageError, match=r"job\.jsonl: line 2: .* expected one event of a ledger"):
+    with pytest.raises(
+        UsageError, match=r"job\.jsonl: line 2: at: found {}, expected one event of a ledger \("
+    ):
         ledger.read(task)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("{", "line 2: found what is no JSON (Expecting property name"),
+        ("[" * 100_000, "line 2: found what is no JSON (maximum recursion depth"),
+        (
+            '{"schema": 2}',
+            "line 2: schema: found 2, expected one event of a ledger (Input should be 1). A newer",
+        ),
+    ],
+    ids=["no JSON", "too deep", "newer"],
+)
+def test_what_is_wrong_with_a_line_is_told(tmp_path: Path, line: str, told: str) -> None:
+    task = Task("job", tmp_path)
+    ledger.append(task, "observation", text="first")
+    task.ledger.write_text(f"{task.ledger.read_text()}{line}\n")
+    with pytest.raises(UsageError) as caught:
+        ledger.read(task)
+    assert told in str(caught.value)
+
+
+def test_a_blank_line_is_nothing(tmp_path: Path) -> None:
+    task = Task("job", tmp_path)
+    ledger.append(task, "observation", text="first")
+    task.ledger.write_text(f"\n{task.ledger.read_text()}\n\n")
+    ledger.append(task, "observation", text="second")
+    assert [e.data["text"] for e in ledger.read(task)] == ["first", "second"]
+
+
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_a_clock_that_is_behind_reorders_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    task = Task("job", tmp_path)
+    ahead = datetime.now(UTC) + timedelta(hours=7)
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger, "datetime", mock.Mock(now=lambda _: ahead))
+        ledger.append(task, "started", command="x" * size)
+        ledger.append(task, "ended", exit_code=0)
+        ledger.append(task, "observation", text="x" * size)
+    ended = ledger.append(task, "finished", text="done")
+    assert ended.at == ahead and ledger.read(task)[-1] == ended
+    assert history_of(ledger.read(task)).finished is not None
 
 
 def test_many_writers_lose_nothing(tmp_path: Path) -> None:
@@ -52,7 +101,7 @@ def test_many_writers_lose_nothing(tmp_path: Path) -> None:
 
 
 def test_a_task_is_named_as_a_file_could_be(tmp_path: Path) -> None:
-    for name in ("", "..", "a/b", ".hidden", "a b", "x" * 201):
+    for name in ("", "..", "a/b", ".hidden", "a b", "x" * 201, "job\n"):
         with pytest.raises(UsageError, match="expected a job's name"):
             Task(name, tmp_path)
 

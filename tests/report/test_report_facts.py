@@ -10,6 +10,7 @@ from replay_lib.report import view
 from replay_lib.report.facts import tally
 from replay_lib.report.history import history_of
 from replay_lib.rule import Verdict
+from tests.report.make_signals import make_signals
 from tests.report.make_task import (
     COPY,
     JOB,
@@ -173,3 +174,20 @@ def test_verdicts_are_counted_and_put_in_their_order(tmp_path):
 def test_fidelity_in_words(fidelity, said):
     one = results_of("axrl-plain-step85")[0].model_copy(update={"fidelity": fidelity})
     assert said in view.fidelity(one) and "2 of 2" in view.fidelity(one)
+
+
+def test_signals_are_those_of_the_selected_snapshot_alone(tmp_path):
+    task = Task(JOB, tmp_path)
+    other = COPY.replace("0000085", "0000091")
+    signals = make_signals().model_dump(mode="json", by_alias=True)
+    for place in (COPY, other):
+        source = place.replace("spike_snapshots-active", "spike_snapshots")
+        ledger.append(task, "preserved", snapshot=source, preserved=place)
+    ledger.append(task, "analyzed", snapshot=other, signals=signals)
+    keep_run(task, "a" * 12, results_of("axrl-plain-step85"))
+    read = facts(task)
+    assert (read.snapshot, read.usable, read.signals) == (COPY, COPY, None)
+    assert read.signals_of(other) is not None
+    ledger.append(task, "analyzed", snapshot=SNAPSHOT, signals=signals)
+    again = facts(task)  # the source is the snapshot that the copy is of
+    assert again.usable == COPY and again.signals is not None

@@ -12,7 +12,7 @@ from replay_lib.record import ledger
 from replay_lib.record.task import Task
 from replay_lib.report.writing import write_report
 from tests.cli_ran import Ran
-from tests.report.make_task import JOB, full_task
+from tests.report.make_task import COPY, JOB, full_task
 
 
 def small_task(root) -> Task:
@@ -76,3 +76,16 @@ def test_the_command_tells_where_it_wrote_and_what_is_not_drawn(tmp_path, monkey
     assert "not drawn: Advantage balance. The batch was not analyzed." in ran.out
     assert "  spike-replay analyze SNAPSHOT --task empty" in ran.out
     assert Ran(capsys, "report", "nobody").code == 2
+
+
+def test_a_path_in_a_command_ends_neither_line_nor_block(tmp_path, monkeypatch, capsys):
+    task = Task(JOB, tmp_path)
+    odd = COPY.replace("/data/", "/data\n\n# head\x1b[31m <img src=x>/")
+    command = f"spike-replay sweep {odd}"
+    ledger.append(task, "preserved", snapshot=odd, preserved=odd)
+    ledger.append(task, "started", command=command, snapshot=odd, planned=[], output="out")
+    lines = write_report(task).text.read_text(encoding="utf-8").split("\n")
+    assert not [line for line in lines if line.startswith("# head") or "\x1b" in line]
+    monkeypatch.chdir(tmp_path)
+    shown = Ran(capsys, "report", JOB).out
+    assert "\x1b" not in shown and "\n# head" not in shown

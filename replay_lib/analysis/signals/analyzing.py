@@ -85,19 +85,24 @@ def beside(signs: tuple[Sign, ...], quiet: tuple[Sign, ...]) -> tuple[Sign, ...]
 
 
 def norms_of(snapshot: Snapshot, target_ratio: float) -> Norms:
-    """Recorded norm, median and what they are held to; None for what is missing or no number."""
+    """Recorded norm, median and what they are held to; None for what is missing or no number.
+
+    A quotient or product beyond float64 (a median of 1e-308) is no number either.
+    """
     norm = _number(snapshot.grad_norm_preclip)
     median = _number(snapshot.grad_norm_median)
     usable = median is not None and median > 0
+    threshold = snapshot.spike.spike_ratio * median if median is not None and usable else None
+    target = target_ratio * median if median is not None and usable else None
     return Norms(
         step=snapshot.step,
         grad_norm_preclip=norm,
         median=median,
-        ratio=None if norm is None else ratio_of(norm, median),
+        ratio=None if norm is None else _number(ratio_of(norm, median)),
         spike_ratio=snapshot.spike.spike_ratio,
-        threshold=snapshot.spike.spike_ratio * median if median is not None and usable else None,
+        threshold=_number(threshold),
         target_ratio=target_ratio,
-        target=target_ratio * median if median is not None and usable else None,
+        target=_number(target),
         is_spike=is_spike(norm, median, snapshot.spike.spike_ratio),
         warmup_steps=snapshot.spike.warmup_steps,
         history_window=snapshot.spike.history_window,

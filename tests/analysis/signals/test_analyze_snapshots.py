@@ -214,6 +214,15 @@ def test_a_norm_that_is_no_number_is_told(content: Content, analyzed: Any) -> No
     assert found.absent["median norm"] == "not recorded"
 
 
+@pytest.mark.parametrize("median", [5e-324, 1e-308, 1.7e308])
+def test_figures_beyond_float64_are_not_known(
+    content: Content, analyzed: Any, median: float
+) -> None:
+    norms = analyzed(dataclasses.replace(content, grad_norm_median=median)).norms
+    known = (norms.ratio, norms.threshold, norms.target)
+    assert known.count(None) == (2 if median > 1 else 1) and norms.is_spike is (median < 1)
+
+
 def test_a_broken_file_is_named(tmp_path: Path, content: Content) -> None:
     snapshot = write_snapshot(tmp_path / "iter_0000085", content)
     batch = snapshot.files_of(1).batch
