@@ -12,7 +12,7 @@ import fake_engine
 import pytest
 
 from replay_lib import run
-from replay_lib.cli import commands, main
+from replay_lib.cli import main, replays
 from replay_lib.cli.output import key_value_table, print_error, progress, stdout
 from replay_lib.errors import UsageError
 from replay_lib.exit_codes import ExitCode
@@ -135,7 +135,7 @@ def test_results_that_cannot_be_kept_are_shown_all_the_same(
     def full(*_: object) -> None:
         raise UsageError("results.jsonl: found no space left, expected some")
 
-    monkeypatch.setattr(commands, "append_results", full)
+    monkeypatch.setattr(replays, "append_results", full)
     asked = ["replay", SNAPSHOT, "--results", tmp_path / "results.jsonl"]
     assert ended(*asked, *(["--json"] if as_json else [])) == ExitCode.USAGE
     told = capsys.readouterr()
