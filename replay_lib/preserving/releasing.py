@@ -21,6 +21,9 @@ from replay_lib.record.task import Task
 from replay_lib.snapshot.preserved import Manifest, read_manifest
 from replay_lib.unfinished import clear_leftovers, remove_whole
 
+#: What a report tells that was found out by replaying; one from before that is no report of it.
+FINDINGS = ("result", "failure", "recorded")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Released:
@@ -115,6 +118,11 @@ def _preserved_at(events: Sequence[Event], place: Path) -> int:
     return numbers[-1] if numbers else -1
 
 
+def _last_finding(events: Sequence[Event]) -> int:
+    """Number of the last event that a report tells as a finding; -1 where there is none."""
+    return max((n for n, e in enumerate(events) if e.kind in FINDINGS), default=-1)
+
+
 def _is_of(event: Event, place: Path) -> bool:
     """Whether ``event`` tells of ``place``, whatever links its name led through."""
     told = event.data.get("preserved")
@@ -126,13 +134,13 @@ def _unfinished(place: Path, tasks: Sequence[Task]) -> Iterator[str]:
         yield "no task is known that it belongs to: name it with --task JOB"
     for task in tasks:
         events = ledger.read(task)
-        since = events[_preserved_at(events, place) + 1 :]
+        since = events[max(_preserved_at(events, place), _last_finding(events)) + 1 :]
         if history_of(events).finished is None:  # or something was begun after that
             yield f"the task {task.job} is not finished: spike-replay task finish {task.job}"
         reports = [event for event in since if event.kind == "reported"]
         if not reports:
             before = any(event.kind == "reported" for event in events)
-            how = "older than its last preserve" if before else "not written"
+            how = "older than the last that was done" if before else "not written"
             yield f"the report of task {task.job} is {how}: spike-replay report {task.job}"
         elif not _is_there(reports[-1], task):
             yield f"the report of task {task.job} is gone: spike-replay report {task.job}"
