@@ -26,7 +26,7 @@ LINES = pytest.StashKey[list[str]]()
 _MOVED = "spike_replay_moved"
 FLUSH_SECONDS = 2.0  # how much of a run a kill may cost; a write takes milliseconds
 WRITTEN = "baselines were written, so this run fails; the next one compares with them"
-ORPHAN = "a full run drops it: pytest --update-baselines"
+ORPHAN = "a full run with --update-baselines puts that right"
 ABANDONED = "delete the file, or restore its case"
 _OVER = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
 

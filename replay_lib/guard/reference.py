@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -36,7 +36,8 @@ def reference_of(against: str, trainer: str) -> Iterator[Reference]:
 
     A revision is unpacked into a directory of its own, which is removed at the end; the user's tree
     and repository are left alone.
-    Raises UsageError where there is no such revision, or ``trainer`` lies in no git repository.
+    Raises UsageError where there is no such revision, it lacks the trainer's module, or ``trainer``
+    lies in no git repository.
     """
     if against in (GRPO, AXRL) or ":" in against:
         yield Reference(against, check_name(against))
@@ -47,8 +48,18 @@ def reference_of(against: str, trainer: str) -> Iterator[Reference]:
             f"revision is the reference of a trainer given as module:factory, not of {trainer}"
         )
     module = trainer.partition(":")[0].partition(".")[0]
-    with _unpacked(against, _repository(module, _entry_of(module), against)) as (root, copy):
-        yield Reference(f"{trainer} at {against}", trainer, _moved(root, copy, _entry_of(module)))
+    entry = _entry_of(module)
+    with _unpacked(against, _repository(module, entry, against)) as (root, copy):
+        path = _moved(root, copy, entry)
+        whole = trainer.partition(":")[0]
+        absent = _absent(whole, path)
+        # what is not found in the tree either is made otherwise; the worker will tell
+        if absent is not None and _absent(whole, [entry]) is None:
+            raise UsageError(
+                f"--against {against}: that revision has no module {absent!r}. Take a later one, "
+                f"or a trainer to compare with ({GRPO}, {AXRL}, module:factory)"
+            )
+        yield Reference(f"{trainer} at {against}", trainer, path)
 
 
 def _entry_of(module: str) -> Path:
@@ -91,6 +102,19 @@ def _unpacked(revision: str, root: Path) -> Iterator[tuple[Path, Path]]:
             archive.extractall(copy, filter="data")
         packed.unlink()
         yield root, copy
+
+
+def _absent(module: str, path: Sequence[Path]) -> str | None:
+    """The first part of ``module`` that ``path`` does not have; nothing of it is imported."""
+    places: Sequence[str] | None = [str(entry) for entry in path]
+    name = ""
+    for part in module.split("."):
+        name = f"{name}.{part}" if name else part
+        spec = None if places is None else PathFinder.find_spec(name, places)
+        if spec is None:
+            return name
+        places = spec.submodule_search_locations
+    return None
 
 
 def _moved(root: Path, copy: Path, first: Path) -> tuple[Path, ...]:

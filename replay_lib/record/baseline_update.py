@@ -52,11 +52,12 @@ class _Change:
 
     methods: dict[str, Entry]
     new: list[str] = field(default_factory=list)
+    more: list[str] = field(default_factory=list)  # same figures as before, and some beside them
     lines: list[str] = field(default_factory=list)
 
     @property
     def any(self) -> bool:
-        return bool(self.new or self.lines)
+        return bool(self.new or self.more or self.lines)
 
 
 def grouped(
@@ -165,13 +166,17 @@ def _update(
         methods=change.methods,
     )
     replace_file(file, rendered(document).encode("utf-8"))
-    return Updated((file,), (f"wrote {file}", *_new(change.new), *change.lines, *left))
+    return Updated((file,), (f"wrote {file}", *_added(change), *change.lines, *left))
 
 
-def _new(names: Sequence[str]) -> list[str]:
-    """One line; of many names the first ones."""
-    shown = [*names[:6], f"{len(names) - 6} more"] if len(names) > 7 else names
-    return [f"{len(names)} new: {', '.join(shown)}"] if names else []
+def _added(change: _Change) -> list[str]:
+    told = {"new": change.new, "with figures that were not kept before": change.more}
+    return [f"{len(names)} {what}: {_few(names)}" for what, names in told.items() if names]
+
+
+def _few(names: Sequence[str]) -> str:
+    """Of many names the first ones."""
+    return ", ".join([*names[:6], f"{len(names) - 6} more"] if len(names) > 7 else names)
 
 
 def _usable(result: Result, known: Collection[str]) -> bool:
@@ -190,7 +195,7 @@ def _changed(usable: Mapping[str, Result], old: Document | None, digest: str) ->
             change.methods[name] = _entry(now, result)
         elif same_case and not _differs(now, entry, result):
             if _more(now, entry):  # of what an older version did not keep
-                change.new.append(name)
+                change.more.append(name)
                 change.methods[name] = entry.model_copy(update=_more(now, entry))
         else:
             assert old is not None

@@ -65,8 +65,15 @@ def read_results(path: str | Path) -> list[Result]:
     file = Path(path)
     if not file.is_file():
         raise UsageError(fault(file, None, "no such file", "a results.jsonl"))
-    lines = file.read_text(encoding="utf-8").splitlines()
-    return [_parse(file, number, line) for number, line in enumerate(lines, start=1)]
+    return [_parse(file, number, line) for number, line in enumerate(lines_of(file), start=1)]
+
+
+def lines_of(file: Path) -> list[str]:
+    """The lines of ``file``; UsageError where it cannot be read as text."""
+    try:
+        return file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(fault(file, None, str(error), "lines of JSON in UTF-8")) from error
 
 
 def result_from(plain: Mapping[str, Any]) -> Result:

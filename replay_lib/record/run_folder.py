@@ -25,7 +25,14 @@ from replay_lib.engine.protocol import Frozen
 from replay_lib.errors import UsageError, fault
 from replay_lib.record.drift import environment_of
 from replay_lib.record.result import Result
-from replay_lib.record.results_file import append_lines, append_results, read_results, write_lines
+from replay_lib.record.results_file import (
+    append_lines,
+    append_results,
+    check_results_file,
+    lines_of,
+    read_results,
+    write_lines,
+)
 from replay_lib.record.results_file import write_results as replace_results
 from replay_lib.record.shards import Shard
 from replay_lib.record.summary import in_order, summary_lines
@@ -91,17 +98,22 @@ class Run:
 
 
 def start_run(folder: Path, shard: Shard | None, tests: Iterable[str]) -> None:
-    """Write the plan; a folder that has one keeps its tests, UsageError if of another shard."""
+    """Write the plan; a folder that has one keeps its tests.
+
+    UsageError where it is of another shard, or what the run gives could not be added to it: hours
+    of replay would be lost.
+    """
     name = None if shard is None else str(shard)
     planned = set(tests)
+    for file in (TESTS, layout.RESULTS):
+        check_results_file(folder / file)
     if (folder / PLAN).exists():
-        before = _read_plan(folder)
+        before = read_run(folder).plan
         if before.shard != name:
             raise UsageError(
                 fault(folder / PLAN, "shard", f"{before.shard}", f"{name}", "Take another folder")
             )
         planned |= set(before.tests)
-    folder.mkdir(parents=True, exist_ok=True)
     _write_plan(folder, Plan(shard=name, tests=tuple(sorted(planned))))
 
 
@@ -135,6 +147,8 @@ def merge_runs(out: Path, folders: Sequence[Path]) -> Run:
     """
     if out.resolve() in {folder.resolve() for folder in folders}:
         raise UsageError(fault(out, None, "a folder to be merged", "another one for the result"))
+    if out.exists() and not out.is_dir():
+        raise UsageError(fault(out, None, "no directory", "a folder for the result"))
     if out.exists() and any(out.iterdir()) and _read_plan(out).shard is not None:
         raise UsageError(fault(out, None, "a shard's folder", "a new one for the result"))
     runs = [read_run(folder) for folder in folders]
@@ -214,7 +228,7 @@ def _read_results(file: Path) -> list[Result]:
 
 
 def _read_tests(file: Path) -> list[TestOutcome]:
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    lines = lines_of(file) if file.exists() else []
     return [_parse(file, number, line) for number, line in enumerate(lines, start=1)]
 
 

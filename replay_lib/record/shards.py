@@ -6,9 +6,10 @@ import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from replay_lib.case import Case
-from replay_lib.errors import UsageError
+from replay_lib.errors import CaseError, UsageError
 from replay_lib.record.baselines import files_in, read_document
 
 
@@ -36,10 +37,18 @@ def cost_of(case: Case) -> float | None:
     """Seconds that the replays of a case took, by its baselines; None without any.
 
     The largest over all environments: every machine of a sharded run has to get the same figure.
+    A document that cannot be read tells nothing here; the tests of its case say what is wrong.
     """
     files = files_in(case.file) if case.file is not None else []
-    found = [document.seconds for file in files if (document := read_document(file))]
-    return max(found, default=None)
+    return max(filter(None, map(_seconds_in, files)), default=None)
+
+
+def _seconds_in(file: Path) -> float | None:
+    try:
+        document = read_document(file)
+    except CaseError:
+        return None
+    return document.seconds if document else None
 
 
 def dearest_first(cases: Iterable[Case]) -> list[Case]:

@@ -63,6 +63,26 @@ def test_a_package_in_the_tree_is_found_by_its_parent(repository):
         assert (reference.path[0] / "guarded_package" / "__init__.py").is_file()
 
 
+@pytest.mark.parametrize("name", ["guarded_later", "guarded_package.later"])
+def test_a_revision_that_has_no_such_module_yet_is_told_before_anything_is_replayed(
+    repository, name
+):
+    package = repository / "src" / "guarded_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    git(repository, "add", ".")
+    git(repository, "commit", "--quiet", "-m", "Two")
+    file = repository.joinpath("src", *name.split(".")).with_suffix(".py")
+    file.write_text("")
+    with pytest.raises(UsageError) as raised, reference_of("HEAD", f"{name}:make"):
+        pass
+    assert f"--against HEAD: that revision has no module {name!r}. Take" in str(raised.value)
+    git(repository, "add", ".")
+    git(repository, "commit", "--quiet", "-m", "Three")
+    with reference_of("HEAD", f"{name}:make") as reference:
+        assert reference.told == f"{name}:make at HEAD"
+
+
 @pytest.mark.parametrize(
     ("against", "trainer", "told"),
     [

@@ -124,6 +124,22 @@ def test_what_is_the_same_up_to_noise_stays_as_it_is(case: Case) -> None:
     assert entry["history"][0]["norm"] == 2.5
 
 
+def test_figures_that_an_older_document_lacks_are_added_without_a_history(case: Case) -> None:
+    written(case, one("halve"), one("cap", 2.0))
+    file, whole = file_of(case.file, environment_of(one())), document(case)  # type: ignore[arg-type]
+    older = document(case)
+    for entry in older["methods"].values():
+        for name in ("kept_tokens", "kept_advantage", "kept_dloss_dlogprob"):
+            del entry[name]
+    file.write_text(json.dumps(older))
+    read = read_document(file)
+    assert compared(one(), read, case.digest()).baseline.state == "kept"  # type: ignore[union-attr]
+    told = written(case, one("halve", timestamp="2026-04-01T00:00:00"))
+    assert told.lines[1:] == ("tiny-step85: 1 with figures that were not kept before: halve",)
+    older["methods"]["halve"] = whole["methods"]["halve"]
+    assert document(case) == older  # since is what it was, and there is no history
+
+
 def test_history_keeps_everything(case: Case) -> None:
     for norm in (2.5, 2.6, 2.7):
         written(case, one("halve", norm))

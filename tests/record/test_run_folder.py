@@ -89,9 +89,30 @@ def test_what_is_refused(tmp_path: Path) -> None:
     start_run(whole, None, ["t[a]"])
     with pytest.raises(UsageError, match="expected shards of one count, or none a shard"):
         merge_runs(tmp_path / "out", [first, whole])
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="file: found no directory, expected a folder for the"):
+        merge_runs(tmp_path / "file", [first])
     (first / "tests.jsonl").write_text('{"test": "t"}\n')
     with pytest.raises(UsageError, match=r"tests.jsonl: line 1: found 1 validation error"):
         read_run(first)
+    plan = (first / "plan.json").read_bytes()
     (first / "plan.json").write_text("[")
     with pytest.raises(UsageError, match=r"plan.json: found Invalid JSON"):
         read_run(first)
+    (first / "plan.json").write_bytes(plan)
+    (first / "tests.jsonl").write_bytes(b"\xff\n")
+    with pytest.raises(UsageError, match=r"tests.jsonl: found .*invalid start byte, expected line"):
+        read_run(first)
+
+
+def test_what_could_not_be_added_to_is_told_before_the_run(tmp_path: Path) -> None:
+    first = shard(tmp_path / "1", 1, PASSED)
+    (first / "results.jsonl").write_text('{"case": "a", ')
+    with pytest.raises(UsageError, match=r"results.jsonl: last line: found no newline at its end"):
+        start_run(first, Shard(1, 2), ["t[a]"])
+    (first / "results.jsonl").write_text("{}\n")
+    with pytest.raises(UsageError, match=r"results.jsonl: line 1: found \d+ faults"):
+        start_run(first, Shard(1, 2), ["t[a]"])
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"tests.jsonl: found no directory at .*file, expected"):
+        start_run(tmp_path / "file", None, ["t[a]"])

@@ -8,9 +8,9 @@ import pytest
 
 from replay_lib.case import Case
 from replay_lib.errors import UsageError
-from replay_lib.record.baselines import Document, file_of, rendered
+from replay_lib.record.baselines import Document, file_of, files_in, rendered
 from replay_lib.record.environment import Environment
-from replay_lib.record.shards import Shard, dearest_first, shard_of_file, split_cases
+from replay_lib.record.shards import Shard, cost_of, dearest_first, shard_of_file, split_cases
 
 
 def case(root: Path, name: str, *costs: float) -> Case:
@@ -41,6 +41,16 @@ def test_cases_without_a_record_are_split_evenly(tmp_path: Path) -> None:
     assert split_cases(cases, 2) == {"a": 1, "b": 2, "c": 1, "d": 2, "e": 1}
     for count in (1, 3, 7):
         assert set(split_cases(cases, count).values()) <= set(range(1, count + 1))
+
+
+def test_a_document_that_cannot_be_read_leaves_the_split_to_the_others(tmp_path: Path) -> None:
+    broken = case(tmp_path, "a", 9.0)
+    assert broken.file is not None
+    (document,) = files_in(broken.file)
+    document.write_text("{")
+    cases = [broken, case(tmp_path, "b", 2.0), case(tmp_path, "c", 1.0)]
+    assert cost_of(broken) is None
+    assert split_cases(cases, 2) == {"a": 1, "b": 2, "c": 1}
 
 
 def test_files_without_cases_are_spread() -> None:
