@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,15 @@ def test_sixty_are_drawn_of_lines_that_the_suite_gets_to(document: Any) -> None:
     assert {row["module"] for row in reached} <= set(document["pool"])
     for case in document["cases"]:
         assert (ROOT / "spike_cases" / case / "case.yaml").is_file()
+
+
+def test_what_is_left_out_of_the_pool_is_there_and_is_left_out(document: Any) -> None:
+    text = "".join((ROOT / name).read_text(encoding="utf-8") for name in document["pool"])
+    left_out = [name for names in document["left_out"].values() for name in names.split()]
+    assert left_out
+    for name in left_out:
+        assert re.search(rf"(def {name}\(|class {name}\(|^{name} = )", text, re.MULTILINE), name
+    assert not {row["where"] for row in document["mutants"]} & set(left_out)
 
 
 def test_what_is_red_is_red_in_a_test_of_the_two_cases(document: Any) -> None:
