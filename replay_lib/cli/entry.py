@@ -95,4 +95,6 @@ def _run(arguments: list[str], *, as_json: bool) -> int:
         else:
             traceback.print_exc()  # Python's own exit status would read as a red verdict
         return ExitCode.INTERNAL
+    if code == ExitCode.INTERRUPTED:  # what typer makes of an interrupt inside a command
+        print_error("interrupted", "interrupted from the keyboard", as_json=as_json)
     return int(code or 0)

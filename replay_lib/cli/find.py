@@ -12,6 +12,7 @@ from rich.table import Table
 from replay_lib.cli.arguments import Json, as_path
 from replay_lib.cli.output import print_json, stderr, stdout
 from replay_lib.cli.units import age_text, printable, size_text
+from replay_lib.errors import UsageError
 from replay_lib.finding import Found, Row, find
 from replay_lib.finding.looking import MEANS
 from replay_lib.record import ledger
@@ -60,15 +61,20 @@ def find_command(
     """
     found = find(target, outputs or (), role, log or (), every_log=logs)
     document = found.as_json()
+    if not json:
+        _tell(found)  # what was seen is told, even where it cannot be kept
     if found.place.job == target:  # not for a path: looking into a directory is no work on a task
-        _keep(Task(target), document)
+        _keep(target, document)
     if json:
         print_json(document)
-    else:
-        _tell(found)
 
 
-def _keep(task: Task, document: dict[str, object]) -> None:
+def _keep(job: str, document: dict[str, object]) -> None:
+    try:
+        task = Task(job)
+    except UsageError as error:  # a directory's name may hold what no task's name may
+        stderr().print(printable(f"not kept in a ledger: {error}"), soft_wrap=True)
+        return
     output = document["output_directory"]
     ledger.append(
         task,

@@ -14,7 +14,7 @@ from replay_lib.errors import UsageError, did_you_mean, fault
 from replay_lib.record import ledger
 from replay_lib.record.history import history_of
 from replay_lib.record.task import Task
-from replay_lib.record.task_file import document, render
+from replay_lib.record.task_file import document, render, text_of
 from replay_lib.record.task_page import state_of
 
 task = typer.Typer(
@@ -46,11 +46,16 @@ def list_tasks(json: Json = False) -> None:
 def show(job: Job, json: Json = False) -> None:
     """Render the task file of JOB and show it."""
     found = _find(job)
-    _render(found)
+    told = text_of(found)
+    try:
+        _render(found)
+        told = found.file.read_text(encoding="utf-8", errors="replace")
+    except UsageError as error:  # who may only read is shown what there is
+        stderr().print(f"not rendered: {error}", soft_wrap=True)
     if json:
         print_json(document(found))
     else:
-        stdout().print(found.file.read_text(encoding="utf-8", errors="replace"), soft_wrap=True)
+        stdout().print(told, soft_wrap=True)
 
 
 @task.command("render")

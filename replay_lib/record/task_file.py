@@ -47,6 +47,14 @@ def render(task: Task) -> tuple[str, ...]:
     return told
 
 
+def text_of(task: Task) -> str:
+    """The task file as it would be rendered now, notes and all; nothing is written."""
+    history = history_of(ledger.read(task))
+    old = task.file.read_bytes() if task.file.exists() else b""
+    kept = notes.split(old).notes or b""
+    return notes.join(head_of(task, history), kept, tail_of(history)).decode(errors="replace")
+
+
 def render_stale(root: Path = Path()) -> tuple[str, ...]:
     """Render what is older than its ledger, whoever wrote that; what has to be told.
 

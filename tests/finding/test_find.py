@@ -256,3 +256,27 @@ def test_what_may_not_be_read_is_told_as_that(
     ran = Ran(capsys, "preserve", output)
     assert ran.code == 3 and "Permission denied" in ran.err
     assert "Permission denied" in find(str(output)).rows[0].why
+
+
+def test_a_job_that_no_task_can_be_named_after_is_found_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_output(tmp_path / "outputs", "x~job (a)__actor", [85])
+    monkeypatch.chdir(tmp_path)
+    for more in ((), ("--json",)):
+        ran = Ran(capsys, "find", "job (a)", "--outputs", "outputs", *more)
+        assert ran.code == 0 and "85" in ran.out
+        assert "not kept in a ledger: task 'job (a)'" in ran.err
+    assert [row["step"] for row in ran.document["snapshots"]] == [85]
+    assert not (tmp_path / "agent-task").exists()
+
+
+def test_what_was_seen_is_told_where_it_cannot_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_output(tmp_path / "outputs", "x~job-a__actor", [85])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent-task").write_text("no directory")
+    ran = Ran(capsys, "find", "job-a", "--outputs", "outputs")
+    assert ran.code == 2 and "a ledger that can be written" in ran.err
+    assert "x~job-a__actor" in ran.out

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from cli_ran import Ran
 from make_results import BASELINE, outcome, result
 
 from replay_lib.errors import UsageError
@@ -191,3 +192,34 @@ def test_whatever_wrote_the_ledger_what_is_stale_is_rendered(task: Task) -> None
     (told,) = render_stale(task.root)
     assert "expected one event of a ledger" in told
     assert other.file.exists(), "one broken ledger does not stop the others"
+
+
+def test_who_may_only_read_is_shown_it_all_the_same(
+    task: Task, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    render(task)
+    task.file.write_bytes(
+        task.file.read_bytes().replace(b"-->\n\n<!-- end", b"-->\nmine\n<!-- end")
+    )
+    ledger.append(task, "observation", text="a new one")
+    lock = task.file.with_name(f".{task.file.name}.lock")
+    lock.unlink(missing_ok=True)
+    lock.mkdir()  # nothing can be rendered
+    monkeypatch.chdir(task.root)
+    ran = Ran(capsys, "task", "show", task.job)
+    assert ran.code == 0 and "mine" in ran.out and "a new one" in ran.out
+    assert "not rendered: " in ran.err
+    ran = Ran(capsys, "task", "show", task.job, "--json")
+    assert ran.document["observations"][-1]["text"] == "a new one"
+
+
+def test_an_interrupt_is_one_document_too(
+    task: Task, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: Task) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(task.root)
+    monkeypatch.setattr("replay_lib.cli.task._row", interrupted)
+    ran = Ran(capsys, "task", "list", "--json")
+    assert (ran.code, ran.document["error"]["code"]) == (130, "interrupted")
