@@ -78,3 +78,18 @@ def test_a_trainer_that_a_backend_cannot_take_is_a_wrong_call(spike_replay: Any)
     ran = spike_replay("replay", CASE, "--backend", "axrl", "--trainer", "grpo", "--json")
     assert ran.code == ExitCode.USAGE
     assert "backend axrl: it cannot honour --trainer" in ran.document["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("--budget", "many", "Invalid value for '--budget': "),
+        ("--device", "tpu", "Invalid value for '--device': "),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_told_with_its_option(
+    spike_replay: Any, option: str, value: str, told: str
+) -> None:
+    ran = spike_replay("sweep", CASE, "--combine", "2", option, value, "--json")
+    assert ran.code == ExitCode.USAGE
+    assert ran.document["error"]["message"].startswith(told)

@@ -81,7 +81,9 @@ def _run(arguments: list[str], *, as_json: bool) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":  # the message is the help text
             sys.stderr.write(f"{error}\n")
         else:
-            print_error(UsageError.code, f"{error}", as_json=as_json)
+            # str() of a value that cannot be read leaves out which option it was given to
+            told = getattr(error, "format_message", error.__str__)()
+            print_error(UsageError.code, told, as_json=as_json)
         return ExitCode.USAGE
     except (KeyboardInterrupt, typer.Abort):
         print_error("interrupted", "interrupted from the keyboard", as_json=as_json)
