@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -73,14 +74,19 @@ def _reproduction(baseline: Result) -> str:
 
 
 def _best(tried: Sequence[Result]) -> str:
-    """The best attempt by its status, then by its norm; what only tells of causes comes last."""
+    """The best attempt; what only tells of causes comes last.
+
+    Of those that are proven the smallest intervention: the fewest methods at once, then the most
+    signal kept, since a norm far under the target is no aim. Of partial ones the lowest norm.
+    """
     count = f"{len(tried)} attempt" + "s" * (len(tried) != 1)
     helped = [r for r in tried if r.status in (Status.PROVEN, Status.PARTIAL)]
     if helped:
-        best = min(helped, key=lambda r: (r.status is Status.PARTIAL, r.grad_norm_preclip))
-        return (
-            f"Best of {count}: {best.experiment}, {best.status}, ratio {number(best.ratio, '.3g')}."
-        )
+        best = min(helped, key=_intervention)
+        kept = f", {best.retained.smallest:.0%} of the signal kept" if best.retained else ""
+        unseen = "" if best.side_effect else "; its side effects are not measured"
+        ratio = number(best.ratio, ".3g")
+        return f"Best of {count}: {best.experiment}, {best.status}, ratio {ratio}{kept}{unseen}."
     if all(r.evidence == "mechanism" for r in tried):
         return f"{count}, on a median that was not measured: none says what a method is worth."
     lower = [r for r in tried if r.verdict in (Verdict.PASS, Verdict.PARTIAL)]
@@ -88,6 +94,14 @@ def _best(tried: Sequence[Result]) -> str:
         best = min(lower, key=lambda r: r.grad_norm_preclip)
         return f"Of {count} none is proven; {best.experiment} is {best.status}: {best.verdict}."
     return f"None of {count} helped."
+
+
+def _intervention(result: Result) -> tuple[bool, int, float, float]:
+    if result.status is Status.PARTIAL:
+        return True, 0, 0.0, result.grad_norm_preclip
+    known = result.retained is not None and math.isfinite(result.retained.smallest)
+    kept = result.retained.smallest if result.retained and known else 0.0
+    return False, len(result.mitigations), -kept, result.grad_norm_preclip
 
 
 def key_figures(facts: Facts) -> list[tuple[str, str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from replay_lib.engine.protocol import MitigationCall, Retained
 from replay_lib.record import ledger
 from replay_lib.record.task import Task
 from replay_lib.report import view
@@ -138,11 +139,32 @@ def test_headlines(tmp_path):
     keep_run(task, "a" * 12, results_of("zoo-natural"))
     assert view.headline(facts(task)) == (
         "The recorded spike came out again, 3.73 times the median. Best of 4 attempts: "
-        "clip-rollout-log-ratio, proven, ratio 0.998."
+        "clip-rollout-log-ratio, proven, ratio 0.998, 95% of the signal kept."
     )
     keep_run(task, "b" * 12, results_of("axrl-plain-step85"))
     assert view.headline(facts(task)).endswith(
         "6 attempts, on a median that was not measured: none says what a method is worth."
+    )
+
+
+def test_the_smallest_intervention_that_is_proven_is_the_best(tmp_path):
+    real = results_of("zoo-natural")
+    (proven,) = [r for r in real if r.verdict is Verdict.PASS]
+    less = Retained(tokens=1.0, advantage=0.6, dloss_dlogprob=0.6)
+    lower = {"grad_norm_preclip": proven.grad_norm_preclip / 2}
+    pair = (MitigationCall(slug="cap"), *proven.mitigations)
+    others = [
+        proven.model_copy(update={"experiment": "lower", "retained": less} | lower),
+        proven.model_copy(update={"experiment": "pair", "mitigations": pair} | lower),
+    ]
+    task = Task(JOB, tmp_path)
+    keep_run(task, "a" * 12, [*real, *others])
+    assert "Best of 6 attempts: clip-rollout-log-ratio, proven" in view.headline(facts(task))
+    unseen = [proven.model_copy(update={"experiment": "bare", "side_effect": None})]
+    keep_run(task, "b" * 12, [r.model_copy(update={"case": "x"}) for r in real[:1] + unseen])
+    told = view.headline(facts(task))
+    assert told.endswith(
+        "bare, proven, ratio 0.998, 95% of the signal kept; its side effects are not measured."
     )
 
 
