@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,6 +11,9 @@ from pathlib import Path
 from replay_lib import layout
 from replay_lib.case import Case
 from replay_lib.errors import CaseError, UsageError
+
+
+_EXPERIMENT = "the experiment"
 
 
 def referring(preserved: Path, directories: Sequence[Path]) -> Iterator[str]:
@@ -27,13 +31,24 @@ def referring(preserved: Path, directories: Sequence[Path]) -> Iterator[str]:
             first = str(error).splitlines()[0]
             yield f"the case {file.parent} cannot be read, and may refer to it ({first})"
             continue
-        for what, path in (("snapshot", case.snapshot), ("quiet", case.quiet)):
-            if path is not None and _is_in(path, place):
-                export = f"spike-replay export {shlex.quote(str(file.parent))} STORE/NAME"
-                yield (
-                    f"the case {file.parent} refers to it ({what}). Export it to a store of cases "
-                    f"({export}) and put that in its place"
-                )
+        found = (what for what, path in _named(case, file.parent) if _is_in(path, place))
+        for what in dict.fromkeys(found):
+            export = f"spike-replay export {shlex.quote(str(file.parent))} STORE/NAME"
+            then = f"Export it to a store of cases ({export}) and put that in its place"
+            if what.startswith(_EXPERIMENT):
+                then = "An export does not take that along: copy it, and name the copy"
+            yield f"the case {file.parent} refers to it ({what}). {then}"
+
+
+def _named(case: Case, directory: Path) -> Iterator[tuple[str, Path]]:
+    """What a case reads: its snapshots, links in them, and what may be paths given to methods."""
+    own = {"snapshot": case.snapshot} | ({} if case.quiet is None else {"quiet": case.quiet})
+    yield from own.items()
+    for what, path in own.items():
+        yield from ((f"a link in its {what}", p) for p in path.rglob("*") if p.is_symlink())
+    for name in case.expected:
+        for text in re.findall(r"=([^,+]+)", name):
+            yield f"{_EXPERIMENT} {name}", directory / text
 
 
 def _case_files(directories: Sequence[Path]) -> list[Path]:

@@ -230,3 +230,20 @@ def test_a_case_at_any_depth_refers_to_it(kept: Preserved, tmp_path: Path) -> No
     (tmp_path / "cases" / "family" / "loop").symlink_to(tmp_path / "cases")
     with pytest.raises(UsageError, match="family/one refers to it"):
         release(kept.path, cases=[tmp_path / "cases"])
+
+
+@pytest.mark.parametrize("how", ["links to its files", "a checkpoint that a method is given"])
+def test_a_case_may_refer_in_other_ways(kept: Preserved, tmp_path: Path, how: str) -> None:
+    finish()
+    own = tmp_path / "cases" / "one" / "own" / kept.path.name
+    make_case(own.parents[1], f"own/{kept.path.name}")
+    if how == "links to its files":
+        own.mkdir(parents=True)
+        (own / "axrl_metadata.json").symlink_to(kept.path / "axrl_metadata.json")
+    else:
+        given = os.path.relpath(kept.path, own.parents[1])
+        line = f'expected:\n  "use-initial-model:checkpoint={given}": pass\n'
+        with (own.parents[1] / "case.yaml").open("a") as file:
+            file.write(line)
+    with pytest.raises(UsageError, match="cases/one refers to it"):
+        release(kept.path, cases=[tmp_path / "cases"])
