@@ -12,7 +12,6 @@ from replay_lib import layout
 from replay_lib.case import Case
 from replay_lib.errors import CaseError, UsageError
 
-
 _EXPERIMENT = "the experiment"
 
 
