@@ -43,6 +43,7 @@ from replay_lib.suite import (
     NO_CASES,
     PROPERTY,
     Sessions,
+    absent_snapshot,
     caseless_lines,
     checked,
     missing_device,
@@ -140,6 +141,9 @@ def case(request: pytest.FixtureRequest) -> Case:
         if request.config.getoption("--require-cases"):
             pytest.fail(text, pytrace=False)
         pytest.skip(text)
+    absent = absent_snapshot(found)
+    if absent is not None and not request.config.getoption("--require-cases"):
+        pytest.skip(absent)
     try:
         found.require()
     except SpikeReplayError as error:
@@ -235,6 +239,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         lines.append(without)
     for found in cases_of(terminalreporter.config):
         lines += unknown_of(terminalreporter.config, found).values()
+        if absent := absent_snapshot(found):
+            lines += caseless_lines(stats, absent, "Copy the snapshot there, or correct the path")
     lines += caseless_lines(stats, no_case(terminalreporter.config))
     if lines:
         terminalreporter.section("spike replay")

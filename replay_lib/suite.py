@@ -181,14 +181,21 @@ def results_in(reports: Iterable[Any]) -> list[Result]:
     )
 
 
-def caseless_lines(stats: Mapping[str, Iterable[Any]], reason: str) -> list[str]:
+def absent_snapshot(case: Case) -> str | None:
+    """What is said of a case whose snapshot is not on this disk; None where it is."""
+    absent = case.missing()
+    return None if absent is None else f"{case.name}: no directory {absent}"
+
+
+def caseless_lines(
+    stats: Mapping[str, Iterable[Any]],
+    reason: str,
+    then: str = "Name a directory of cases with --spike-cases=DIR",
+) -> list[str]:
     """How many tests were skipped for ``reason``, there being no case, and what to do about it."""
     told = [getattr(report, "longrepr", None) for report in stats.get("skipped", ())]
     count = sum(isinstance(t, tuple) and t[-1] == f"Skipped: {reason}" for t in told)
     if not count:
         return []
     what = "test that asks for one was" if count == 1 else "tests that ask for one were"
-    return [
-        f"{reason}: {count} {what} skipped. Name a directory of cases with --spike-cases=DIR; "
-        "--require-cases makes this an error"
-    ]
+    return [f"{reason}: {count} {what} skipped. {then}; --require-cases makes this an error"]

@@ -172,8 +172,14 @@ def test_a_case_whose_snapshot_is_absent_is_told_with_its_path(suite: Suite) -> 
     gone = suite.pytester.path / "spike_cases" / "a" / "iter_a"
     gone.rename(gone.with_name("elsewhere"))
     result = suite.run("-k", "reproduction")
-    result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines([f"*case.yaml: snapshot: found no directory {gone}, expected *"])
+    result.assert_outcomes(skipped=1)
+    told = (
+        f"a: no directory {gone}: 1 test that asks for one was skipped. Copy the snapshot there, *"
+    )
+    result.stdout.fnmatch_lines(["*= spike replay =*", told])
+    required = suite.run("-k", "reproduction", "--require-cases")
+    required.assert_outcomes(errors=1)
+    required.stdout.fnmatch_lines([f"*case.yaml: snapshot: found no directory {gone}, expected *"])
 
 
 def test_cases_and_mitigations_of_another_repository(suite: Suite) -> None:

@@ -68,12 +68,17 @@ class Guarded:
     def exit_code(self, fail_on: str) -> int:
         """1 for a change that ``fail_on`` (worse or changed) names; else that of an error.
 
-        Where no case could be replayed under either trainer nothing was guarded: the error's own.
+        Where no experiment could be replayed under one of the trainers nothing was compared: the
+        error's own, the tested trainer's first.
         """
         if any(change.worse or fail_on == "changed" for change in self.changes):
             return 1
-        errors = [p.tested for p in self.pairs if isinstance(p.tested, SpikeReplayError)]
-        return errors[0].exit_code if len(errors) == len(self.pairs) and errors else 0
+        for side in ("tested", "reference"):
+            found = [getattr(pair, side) for pair in self.pairs]
+            errors = [one for one in found if isinstance(one, SpikeReplayError)]
+            if errors and len(errors) == len(found):
+                return int(errors[0].exit_code)
+        return 0
 
 
 def guard(
