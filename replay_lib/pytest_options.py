@@ -112,7 +112,7 @@ def add_options(group: pytest.OptionGroup) -> None:
     group.addoption(
         "--require-cases",
         action="store_true",
-        help="fail if no case is found, or a snapshot is absent; without this such tests are skipped",
+        help="fail if no case or no snapshot is there; without this such tests are skipped",
     )
 
 

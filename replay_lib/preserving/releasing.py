@@ -52,8 +52,9 @@ def release(
 
     UsageError with every reason at once where a task of it (``task``, the one in its manifest, and
     each below ``root`` that preserved it) is not finished, has no report or is at work, or where a
-    case below one of ``cases`` refers to it. SnapshotError where ``preserved`` was not made by
-    ``preserve``. It is renamed first: a kill leaves it preserved or gone.
+    case below one of ``cases`` refers to it, or where somebody put files into it. SnapshotError
+    where ``preserved`` was not made by ``preserve``. It is renamed first: a kill leaves it
+    preserved or gone.
     """
     place = _place(Path(preserved))
     ours = layout.is_preserved_root(place.parent)  # a trainer's own directory is never written to
@@ -62,7 +63,7 @@ def release(
         return _gone_before(place, task, root, cleared)
     manifest = _own(place)
     tasks = _tasks(place, manifest, task, root)
-    reasons = [*_unfinished(place, tasks), *referring(place, cases)]
+    reasons = [*_unfinished(place, tasks), *referring(place, cases), *_added(place, manifest)]
     if reasons:
         told = "".join(f"\n  {reason}" for reason in reasons)
         count = "1 reason" if len(reasons) == 1 else f"{len(reasons)} reasons"
@@ -146,6 +147,20 @@ def _unfinished(place: Path, tasks: Sequence[Task]) -> Iterator[str]:
             yield f"the report of task {task.job} is gone: spike-replay report {task.job}"
         for run in _at_work(events):
             yield f"a command of task {task.job} is at work (process {run.pid})"
+
+
+def _added(place: Path, manifest: Manifest) -> Iterator[str]:
+    """Files that were not preserved: deleting them would lose somebody's only copy."""
+    found = (path.relative_to(place) for path in place.rglob("*") if not path.is_dir())
+    own = (layout.PRESERVED_MANIFEST, f".{layout.PRESERVED_MANIFEST}")  # and what it was written by
+    added = sorted(
+        str(path)
+        for path in found
+        if str(path) not in manifest.files and not str(path).startswith(own)
+    )
+    if added:
+        more = f" and {len(added) - 5} more" if len(added) > 5 else ""
+        yield f"it holds what was not preserved, move it away: {', '.join(added[:5])}{more}"
 
 
 def _is_there(reported: Event, task: Task) -> bool:

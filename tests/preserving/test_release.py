@@ -107,6 +107,17 @@ def test_work_that_came_after_the_last_report_is_new_work(kept: Preserved, kind:
         release(kept.path)
 
 
+def test_what_somebody_put_there_is_not_deleted(kept: Preserved) -> None:
+    finish()
+    (kept.path / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match=r"it holds what was not preserved, .*: notes\.txt$"):
+        release(kept.path)
+    assert (kept.path / "notes.txt").read_text() == "mine"
+    (kept.path / "notes.txt").unlink()
+    release(kept.path)
+    assert not kept.path.exists()
+
+
 def test_a_case_refers_by_path_and_no_longer_once_it_was_exported(
     kept: Preserved, tmp_path: Path
 ) -> None:
