@@ -7,9 +7,10 @@ from pathlib import Path
 
 import fake_engine
 import pytest
+from cli_ran import Ran
 
 from replay_lib import run
-from replay_lib.cli import main
+from replay_lib.cli import entry, main
 from replay_lib.exit_codes import ExitCode
 
 CASES = Path(__file__).parents[1] / "spike_cases"
@@ -123,3 +124,16 @@ def test_a_misspelt_expectation_names_its_file(
     told = capsys.readouterr().err
     assert f"{file}: expected: mitigation disble-routing-replay: not registered; did you " in told
     assert not log.exists()
+
+
+@pytest.mark.parametrize("error", [OSError("disk"), KeyboardInterrupt(), ValueError("odd")])
+def test_task_files_that_cannot_be_rendered_change_no_exit_status(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> tuple[str, ...]:
+        raise error
+
+    monkeypatch.setattr(entry, "render_stale", fail)
+    ran = Ran(capsys, "methods", "--json")
+    assert (ran.code, bool(ran.document["methods"])) == (0, True)
+    assert "task files were not rendered" in ran.err

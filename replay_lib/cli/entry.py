@@ -45,9 +45,21 @@ def main(arguments: list[str] | None = None) -> None:
             code = _run(given, as_json="--json" in given)
         finally:
             part()
-    for line in render_stale():  # after what the command did, whichever it was
-        stderr().print(line, soft_wrap=True)
+        _render_task_files()
     sys.exit(code)
+
+
+def _render_task_files() -> None:
+    """Those that are older than their ledgers, after whatever command it was.
+
+    What goes wrong here changes no exit status: the command has done what it was asked.
+    """
+    try:
+        for line in render_stale():
+            stderr().print(line, soft_wrap=True)
+    except (Exception, KeyboardInterrupt, Terminated) as error:
+        told = f"task files were not rendered ({type(error).__name__}: {error})"
+        stderr().print(f"{told}: spike-replay task render JOB", markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
