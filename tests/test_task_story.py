@@ -210,3 +210,15 @@ def test_a_task_that_is_not_there_is_named(spike_replay: Any) -> None:
     assert f"did you mean {JOB}?" in spike_replay("task", "show", f"{JOB}4").err
     assert spike_replay("task", "note", JOB, " ").code == 2
     assert spike_replay("replay", CASE, "--task", "a/b").code == 2
+
+
+@pytest.mark.parametrize("words", [("note", "seen"), ("next", "to do"), ("finish",)])
+def test_nothing_is_added_to_a_ledger_that_cannot_be_read(
+    words: tuple[str, ...], spike_replay: Any
+) -> None:
+    ledger.append(Task(JOB), "observation", text="x")
+    file = Task(JOB).ledger
+    file.write_bytes(before := file.read_bytes() + b'{"schema": 9}\n')
+    ran = spike_replay("task", words[0], JOB, *words[1:])
+    assert ran.code == 2 and f"{file}: line 2:" in ran.err
+    assert file.read_bytes() == before

@@ -86,6 +86,7 @@ def finish(
 ) -> None:
     """State that nothing more is to be done about JOB: its snapshots may be released."""
     found = _find(job)
+    ledger.read(found)
     ledger.append(found, "finished", text=text)
     _render(found)
     if not json:
@@ -132,6 +133,7 @@ def _add(job: str, kind: str, text: str, *, json: bool) -> None:
     if not text.strip():
         raise UsageError(f"task {job}: found no text, expected a line of words")
     found = _find(job)
+    ledger.read(found)  # one that cannot be read is told before something is added to it
     ledger.append(found, kind, text=text)
     _render(found)
     _said(found, json=json)

@@ -140,6 +140,9 @@ def _open(file: Path) -> Iterator[int]:
     except Timeout as error:
         told = f"its lock {error.lock_file} held for {LOCK_SECONDS} s"
         raise UsageError(fault(file, None, told, "no other writer")) from error
+    except NotImplementedError as error:  # what filelock says of a file system without locks
+        told, then = "a file system without locks", "Work in a directory on a local disk"
+        raise UsageError(fault(file, None, told, "one with locks", then)) from error
     except OSError as error:
         told = error.strerror or str(error)
         raise UsageError(fault(file, None, repr(told), "a ledger that can be written")) from error

@@ -93,6 +93,17 @@ def test_a_clock_that_is_behind_reorders_nothing(
     assert history_of(ledger.read(task)).finished is not None
 
 
+def test_a_file_system_without_locks_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object, **__: object) -> None:
+        raise NotImplementedError("FileSystem does not appear to support flock")
+
+    monkeypatch.setattr(ledger.FileLock, "acquire", none)
+    with pytest.raises(UsageError, match="found a file system without locks, expected one with"):
+        ledger.append(Task("job", tmp_path), "observation", text="one")
+
+
 def test_many_writers_lose_nothing(tmp_path: Path) -> None:
     task = Task("job", tmp_path)
     with ThreadPoolExecutor(8) as pool:
