@@ -58,3 +58,11 @@ def warning(
     """The trainer's own warning of a spike, as one line of a log."""
     told = f"Gradient spike detected at step {step}, grad_norm={norm}, saving debug snapshot."
     return f"{before}{told}\n"
+
+
+def root_of(source: Path) -> Path:
+    return source.parent.with_name("spike_snapshots-active")
+
+
+def visible(root: Path) -> list[str]:
+    return sorted(p.name for p in root.iterdir() if p.name != ".locks") if root.is_dir() else []
