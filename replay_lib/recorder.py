@@ -140,8 +140,9 @@ class SpikeRecorder:
 
         ``batch`` is this rank's, a RankBatch or a mapping of its columns, with the old
         log-probabilities that the step used; without a job, a function that makes the whole
-        content. At the first step batch and weights are checked, on all ranks at once, and a
-        mistake is a UsageError: it would show at a spike otherwise, in the night.
+        content. At the first step batch, weights and fields are checked, on all ranks at once, and
+        a mistake is a UsageError: it would show at a spike otherwise, in the night. What the engine
+        does not model is a warning: another backend may.
         """
         self._check_first(batch)
         told = self.ranks.gathered((step, norm))
@@ -168,13 +169,13 @@ class SpikeRecorder:
         if self._checked or self.job is None:
             return
         self._checked = True
-        wrong = (
-            fault("recorder", "batch", "a function", "this rank's batch")
-            if callable(batch)
-            else check_job(self.job, batch, self.ranks)
-        )
-        if wrong:
-            raise UsageError(wrong)
+        if callable(batch):
+            raise UsageError(fault("recorder", "batch", "a function", "this rank's batch"))
+        found = check_job(self.job, batch, self.ranks)
+        if found.wrong:
+            raise UsageError(found.wrong)
+        if found.remark and self.ranks.rank == 0:
+            _LOG.warning("%s", found.remark)
 
     def _event(self, step: int, norm: float) -> Event:
         """The same on every rank: it depends on nothing but norms that all of them had."""

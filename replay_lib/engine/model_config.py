@@ -241,9 +241,13 @@ def refused_fields(fields: Mapping[str, Any]) -> list[str]:
     if activation_name(fields) not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         found.append(f"model.activation_func={fields.get('activation_func')!r} (only {known})")
+    return found + [f"a model section without {k}" for k in missing_fields(fields)]
+
+
+def missing_fields(fields: Mapping[str, Any]) -> list[str]:
+    """Fields without a default that the saved model section does not state."""
     needed = ("num_layers", "hidden_size", "num_attention_heads")
-    missing = [k for k in needed if fields.get(k) is None]
-    return found + [f"a model section without {k}" for k in missing]
+    return [name for name in needed if fields.get(name) is None]
 
 
 def activation_name(fields: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ from replay_lib.engine.effective import (
 from replay_lib.engine.field_values import wrong_values
 from replay_lib.engine.model_config import model_config, refused_fields
 from replay_lib.errors import UnsupportedModelError
-from replay_lib.snapshot.model import Snapshot, WorkerConfig
+from replay_lib.snapshot.model import Parallel, Snapshot, WorkerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +44,16 @@ class Refusals:
 
 def refusals(snapshot: Snapshot, fields: Mapping[str, Any]) -> Refusals:
     """Why the engine would not replay ``snapshot`` with the saved model section ``fields``."""
-    ran = what_ran(snapshot.worker, snapshot.parallel, fields)
+    return refusals_of(snapshot.worker, snapshot.parallel, fields)
+
+
+def refusals_of(worker: WorkerConfig, parallel: Parallel, fields: Mapping[str, Any]) -> Refusals:
+    """Why the engine would not replay what these three describe, written or not."""
+    ran = what_ran(worker, parallel, fields)
     model, values = refused_fields(ran.fields), wrong_values(ran.fields)
     if not model and not values:
         model = _planned(ran)
-    return Refusals(run=refused_run(snapshot.worker), model=tuple(model), values=tuple(values))
+    return Refusals(run=refused_run(worker), model=tuple(model), values=tuple(values))
 
 
 def refused_run(worker: WorkerConfig) -> tuple[str, ...]:

@@ -68,15 +68,21 @@ class Blob:
     content: bytes
 
 
-def check_pieces(ranks: Ranks, pieces: Iterable[Piece | Blob]) -> str:
-    """What is wrong with the weights that all ranks would write, "" if nothing.
+#: Of a piece: key, shape of the whole tensor, offset and shape of the part, dtype.
+Placed = tuple[str, tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]], str]
 
-    Only places are looked at and exchanged, no weight is. All ranks call this and get one answer.
-    """
+
+def gathered_places(ranks: Ranks, pieces: Iterable[Piece | Blob]) -> list[Placed]:
+    """Where the pieces of all ranks lie; no weight is looked at. All ranks call this."""
     own = [(p.key, p.whole, p.box, str(p.view.dtype)) for p in pieces if isinstance(p, Piece)]
+    return [entry for told in ranks.gathered(own) for entry in told]
+
+
+def check_places(places: Iterable[Placed]) -> str:
+    """What is wrong with the weights that all ranks would write, "" if nothing."""
     boxes: dict[str, set[Any]] = {}
     kinds: dict[str, set[Any]] = {}
-    for key, whole, box, dtype in (entry for told in ranks.gathered(own) for entry in told):
+    for key, whole, box, dtype in places:
         boxes.setdefault(key, set()).add(box)
         kinds.setdefault(key, set()).add((whole, dtype))
     if not boxes:

@@ -19,6 +19,7 @@ from replay_lib.unfinished import flush
 if TYPE_CHECKING:
     from replay_lib.loss.settings import GrpoSettings
     from replay_lib.recording.checkpoint import Blob, Piece
+    from replay_lib.recording.describing import Checked
     from replay_lib.recording.figures import Figures
 
 Batch = RankBatch | Mapping[str, Any]
@@ -31,20 +32,23 @@ class Job:
     ``pieces`` gives views of the live weights that this rank holds, and byte objects that
     Megatron's loader asks for; ``figures`` its per-parameter figures. Both are asked only where a
     snapshot is written (``pieces`` once before, to be checked). ``worker_config`` is by AXRL's
-    names, ``run_config`` YAML as Megatron-Bridge has it.
+    names, ``run_config`` YAML as Megatron-Bridge has it; ``stated`` says whether the user wrote
+    fields of it, and all of it was not read off the live model.
     """
 
     parallel: Parallel
     worker_config: Mapping[str, Any]
     run_config: str
+    stated: bool
     settings: GrpoSettings
     pieces: Callable[[], Iterable[Piece | Blob]]
     figures: Callable[[], Figures]
 
 
-def check_job(job: Job, batch: Batch, ranks: Ranks) -> str:
-    """What would go wrong when a snapshot is written, "" if nothing; the same on all ranks."""
-    from replay_lib.recording.checkpoint import check_pieces
+def check_job(job: Job, batch: Batch, ranks: Ranks) -> Checked:
+    """What would go wrong when a snapshot is written or replayed; the same on all ranks."""
+    from replay_lib.recording.checkpoint import check_places, gathered_places
+    from replay_lib.recording.describing import Checked, Description, check_description
 
     own = ""
     try:
@@ -53,8 +57,17 @@ def check_job(job: Job, batch: Batch, ranks: Ranks) -> str:
         own = str(error)
     if ranks.size != job.parallel.world_size:
         own = f"the layout has {job.parallel.world_size} ranks, but {ranks.size} observe"
-    told = [f"rank {r}: {wrong}" for r, wrong in enumerate(ranks.gathered(own)) if wrong]
-    return told[0] if told else check_pieces(ranks, job.pieces())
+    described = Description(job.worker_config, job.parallel, job.run_config, job.stated)
+    # rank 0's is the one that a snapshot holds
+    said = ranks.gathered((own, described if ranks.rank == 0 else None))
+    told = [f"rank {r}: {wrong}" for r, (wrong, _) in enumerate(said) if wrong]
+    if told:
+        return Checked(told[0])
+    places = gathered_places(ranks, job.pieces())
+    wrong = check_places(places)
+    if wrong:
+        return Checked(wrong)
+    return check_description(said[0][1], {key: whole for key, whole, _, _ in places})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

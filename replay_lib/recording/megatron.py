@@ -45,6 +45,7 @@ def megatron_job(model: Any, *, settings: GrpoSettings, step: StepSettings, **fi
         parallel=parallel,
         worker_config=worker_config(step, parallel, told, None),
         run_config=run_config(told),
+        stated=bool(fields),
         settings=settings,
         pieces=lambda: _pieces(chunks),
         figures=lambda: _figures(chunks),

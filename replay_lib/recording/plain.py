@@ -56,6 +56,7 @@ def torch_job(
         parallel=parallel,
         worker_config=worker_config(step, parallel, told, None),
         run_config=run_config(told),
+        stated=True,
         settings=settings,
         pieces=lambda: live_pieces(core, names),
         figures=lambda: _figures(core, rank),

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from small_job import NAMES, batch_of, new_recorder, spike
+from small_job import FIELDS, KEYS, batch_of, new_recorder, spike
 
 from replay_lib import errors
 from replay_lib.recorder import Event
@@ -114,7 +114,7 @@ def check(home: Path, before: dict[str, Any]) -> list[str]:
         try:
             snapshot = open_snapshot(path)
             load_batch(snapshot, 0)
-            assert len(read_tensors(path)) == len(NAMES)
+            assert len(read_tensors(path)) == len(KEYS)
         except errors.SpikeReplayError as error:
             wrong.append(str(error))
         prefix = f"spike_snapshots/{path.name}/"
@@ -163,6 +163,11 @@ def hardships_of(rank: int, home: Path) -> list[Any]:
     told.append(spike(recorder, 15, 9.0 * (1 + 1e-7 * rank), rank).path)
     told.append(spike(recorder, 15, rank=rank).note)
     told.append(recorder.detector.history[-1])
+    ungated = {k: v for k, v in FIELDS.items() if k != "gated_linear_unit" or rank == 1}
+    try:  # what rank 0 says of the network is what a snapshot holds
+        new_recorder(home, fields=ungated).observe(0, 1.0, batch_of(rank))
+    except errors.UsageError as error:
+        told.append(error)
     return told
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_job import batch_of, new_recorder, spike
+from small_job import KEYS, batch_of, new_recorder, spike
 
 from replay_lib.errors import UsageError
 from replay_lib.recorder import Event
@@ -55,7 +55,7 @@ def test_a_kill_at_any_of_fifty_points_leaves_the_old_snapshots_or_the_new(told)
 def test_two_ranks_go_through_every_mishap_together(told):
     one, other = told["ranks"]
     assert one == other
-    mistake, norms, steps, full, left, nan, path, again, last = one
+    mistake, norms, steps, full, left, nan, path, again, last, fields = one
     assert mistake == (
         "rank 1: batch of dp rank 1: loss_mask: found nothing, expected a column [rows, tokens]"
     )
@@ -67,6 +67,7 @@ def test_two_ranks_go_through_every_mishap_together(told):
     assert "was not written (rank 1: OSError: [Errno 28] No space left on device)" in full
     assert left == "[]" and path.endswith("iter_0000015")
     assert again.endswith("is there already and was left as it is")
+    assert "gated_linear_unit=True instead of nothing would explain it" in fields
     assert last == "9.0"  # rank 0's, and neither NaN nor what the ranks disagreed about
 
 
@@ -104,7 +105,7 @@ def test_a_full_disk_is_told_once_and_leaves_what_was_there(small_disk, caplog):
     root = recorder.roots[Event.SPIKE]
     assert sorted(root.iterdir()) == recorder.snapshots(Event.SPIKE)
     for path in recorder.snapshots(Event.SPIKE):
-        assert len(read_tensors(open_snapshot(path).path)) == 2
+        assert len(read_tensors(open_snapshot(path).path)) == len(KEYS)
 
 
 def test_an_injected_error_too_and_the_next_spike_is_written(tmp_path, monkeypatch):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_job import FIELDS, HOW, NAMES, Small, batch_of
+from small_job import FIELDS, HOW, batch_of
 from steps import SETTINGS
 
 from replay_lib.errors import BatchError, WeightsError
 from replay_lib.recorder import torch_job
-from replay_lib.recording.checkpoint import check_pieces
+from replay_lib.recording.checkpoint import check_places, gathered_places
 from replay_lib.recording.columns import rank_batch
 from replay_lib.recording.figures import Figures, judged
 from replay_lib.recording.ranks import Ranks
@@ -49,8 +49,18 @@ def test_a_wrong_column_is_named(change, told):
         rank_batch({**batch_of(), **change}, 0)
 
 
-def job(names, model=None):
-    return torch_job(model or Small(), names=names, fields=FIELDS, settings=SETTINGS, step=HOW)
+NAMES = {"first": "output_layer.weight", "second": "decoder.layers.mlp.router.weight[0]"}
+
+
+class Pair(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Parameter(torch.ones(40, 16))
+        self.second = torch.nn.Parameter(torch.ones(8, 16))
+
+
+def job(names):
+    return torch_job(Pair(), names=names, fields=FIELDS, settings=SETTINGS, step=HOW)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +87,8 @@ def test_names_that_do_not_fit_are_told(names, told):
     ],
 )
 def test_pieces_that_do_not_tile_a_tensor_are_found_before_any_spike(second, told):
-    wrong = check_pieces(Ranks(), job({"first": "output_layer.weight", "second": second}).pieces())
+    pieces = job({"first": "output_layer.weight", "second": second}).pieces()
+    wrong = check_places(gathered_places(Ranks(), pieces))
     if told:
         with pytest.raises(AssertionError, match=told):
             raise AssertionError(wrong)

@@ -48,6 +48,7 @@ def ran(tmp_path_factory):
         check=False,
     )
     assert job.returncode == 0, job.stderr
+    assert "recorder: " not in job.stderr  # fields and weights of every loop fit
     return {
         name: Ran(
             json.loads((home / name / "told.json").read_text()),
