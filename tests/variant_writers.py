@@ -250,7 +250,7 @@ def without_common(directory: Path) -> None:
     """As Megatron-Core 0.19 leaves it: common state inside, two keys in ``metadata.json``."""
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    from replay_lib.snapshot.write_checkpoint import _Writer
+    from replay_lib.snapshot.write_checkpoint import CheckpointWriter
 
     write_snapshot(directory, base())
     for path in (*directory.glob("*.distcp"), directory / ".metadata", directory / "common.pt"):
@@ -264,7 +264,7 @@ def without_common(directory: Path) -> None:
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        save(state, storage_writer=_Writer(directory, directory.name), no_dist=True)
+        save(state, storage_writer=CheckpointWriter(directory, directory.name), no_dist=True)
     kept = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     (directory / "metadata.json").write_text(json.dumps(kept))
 
