@@ -19,6 +19,7 @@ from tabulate import tabulate
 from replay_lib.case import Case
 from replay_lib.errors import CaseError, UsageError, fault
 from replay_lib.expected import Expected
+from replay_lib.noise import noise_of
 from replay_lib.patch import Mitigation
 from replay_lib.record.baselines import Document, Entry, files_in, read_document
 from replay_lib.record.drift import FIGURES, signed_difference
@@ -119,6 +120,12 @@ class Beside:
     here: Verdict
     there: Verdict
     apart: tuple[float, ...]  # the norm first
+    band: float  # how far a norm may be apart by arithmetic alone, relative
+
+    @property
+    def explained(self) -> bool:
+        """Whether both verdicts are of one norm, up to arithmetic."""
+        return abs(self.apart[0]) <= self.band
 
     @property
     def largest(self) -> float:
@@ -136,7 +143,8 @@ def beside(matrix: Matrix) -> list[Beside]:
                 pairs = [(getattr(there, name), getattr(here, name)) for name in FIGURES]
                 apart = (signed_difference(*p) for p in pairs if None not in p)
                 told, verdicts = other.environment.told(), (here.verdict, there.verdict)
-                found.append(Beside(told, case.name, method, *verdicts, tuple(apart)))
+                band = noise_of(other.environment.precision, other.environment.device).relative
+                found.append(Beside(told, case.name, method, *verdicts, tuple(apart), band))
     return sorted(found, key=lambda one: one.environment)
 
 
@@ -152,15 +160,22 @@ def environments(matrix: Matrix) -> str:
     table = tabulate(
         lines, ["environment", "results", "figures apart"], "github", disable_numparse=True
     )
-    other = [
-        [one.environment, one.case, one.method, one.here, one.there, f"{one.apart[0]:+.2g}"]
-        for one in found
-        if one.here is not one.there
-    ]
+    other = [one for one in found if one.here is not one.there]
     if not other:
         return f"{table}\n\nEvery verdict is the same there."
-    heads = ["environment", "case", "method", "verdict above", "there", "norm"]
-    return f"{table}\n\n{tabulate(other, heads, 'github', disable_numparse=True)}"
+    heads = ["environment", "case", "method", "verdict above", "there", "norm", "noise band"]
+    rows = [
+        [o.environment, o.case, o.method, o.here, o.there, f"{o.apart[0]:+.2g}", f"{o.band:.0e}"]
+        for o in other
+    ]
+    beyond = sum(not one.explained for one in other)
+    told = (
+        f"In {beyond} of these the norm is apart by more than the noise band."
+        if beyond
+        else "In each of these the norm is apart by less than the noise band: both verdicts are "
+        "right where they are, and a case states both."
+    )
+    return f"{table}\n\n{tabulate(rows, heads, 'github', disable_numparse=True)}\n\n{told}"
 
 
 BLOCKS: Mapping[str, Callable[[Matrix], str]] = {"verdicts": verdicts, "figures": figures}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +131,16 @@ def test_another_environment_is_told_with_its_largest_difference(tmp_path: Path)
     make_case(tmp_path, "two", **{HERE: ENTRIES, THERE: moved})
     matrix = read_matrix(discover(tmp_path), METHODS)
     assert max(one.largest for one in beside(matrix)) == pytest.approx(0.4)
-    summary, changed = figures(matrix).split("\n\n")[-2:]
+    summary, changed, told = figures(matrix).split("\n\n")[-3:]
     place = "float32 on cpu, torch 2.13.0, Megatron-Core 0.19.2"
     assert rows(summary)[place] == ["6", "0.4"]
-    assert rows(changed)[place] == ["two", "clip-advantages", "pass", "fail", "+0.4"]
+    assert rows(changed)[place] == ["two", "clip-advantages", "pass", "fail", "+0.4", "1e-05"]
+    assert told == "In 1 of these the norm is apart by more than the noise band."
+    moved["clip-advantages"] = entry(2.5 * (1 + 9e-6), 1.25, "fail", quiet=1.5)
+    shutil.rmtree(tmp_path / "two")
+    make_case(tmp_path, "two", **{HERE: ENTRIES, THERE: moved})
+    told = figures(read_matrix(discover(tmp_path), METHODS)).split("\n\n")[-1]
+    assert told.startswith("In each of these the norm is apart by less than the noise band: ")
 
 
 def test_a_part_of_the_ranks_is_no_environment_of_the_matrix(cases: list[Case]) -> None:
