@@ -9,7 +9,7 @@ for nothing else than 0.0 and would part those that ask for the same.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class Backward:
 def distinct(asked: Iterable[Asked]) -> list[Backward]:
     """One backward for all that ask bit-equal things, in the order of first appearance."""
     found: dict[object, Backward] = {}
-    each = list(asked)
+    each = [replace(one, grads=without_signs_of_zero(one.grads)) for one in asked]
     # bits are read off the device, which waits for it: only where there are two to compare
     free = [one for one in each if not one.alone]
     bits = iter(_bits([one.grads for one in free]) if len(free) > 1 else [b""] * len(free))

@@ -22,7 +22,7 @@ from replay_lib.batch import RankBatch
 from replay_lib.engine.agreement import Report, agree, made_of_model, reporting
 from replay_lib.engine.apply import Patched, patched_model, refused_by_model, try_router
 from replay_lib.engine.auxiliary import auxiliary_losses
-from replay_lib.engine.backwards import Asked, distinct, without_signs_of_zero
+from replay_lib.engine.backwards import Asked, distinct
 from replay_lib.engine.checkpoint import read_checkpoint
 from replay_lib.engine.columns import Shared, apart, rows_on_device
 from replay_lib.engine.comm import Comm
@@ -203,7 +203,7 @@ def _asked(
     grads = _gradients_or_zeros(loaded, micro, variant, out, shared)
     # ranks take part in each other's backwards, and what is equal on one may differ on another
     alone = variant.alone or loaded.comm.world > 1
-    return Asked(without_signs_of_zero(grads), variant.buffers, alone)
+    return Asked(grads, variant.buffers, alone)
 
 
 def _release(loaded: Loaded, variants: Sequence[Variant]) -> Release:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from replay_lib.engine import backwards
-from replay_lib.engine.backwards import Asked, distinct, without_signs_of_zero
+from replay_lib.engine.backwards import Asked, distinct
 from replay_lib.engine.gradients import GradientCollector, digest
 
 ONES = torch.ones(2, 3)
@@ -16,10 +16,7 @@ ONES = torch.ones(2, 3)
 def shared(*asked: tuple[Tensor, Tensor | None, bool]) -> list[list[int]]:
     """Who goes with whom."""
     collector = GradientCollector(nn.Linear(2, 2))
-    each = [
-        Asked(without_signs_of_zero((g, e)), collector.new_buffers(), alone)
-        for g, e, alone in asked
-    ]
+    each = [Asked((g, e), collector.new_buffers(), alone) for g, e, alone in asked]
     numbers = {id(one.buffers): number for number, one in enumerate(each)}
     return [[numbers[id(b)] for b in backward.buffers] for backward in distinct(each)]
 
